@@ -1,0 +1,49 @@
+# `make demo` and `make test` work from a fresh clone: each sets up what it needs in .venv first.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DELETE_ON_ERROR:
+.PHONY: setup demo test lint types imports unit bench clean help
+
+VENV ?= .venv
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.setup-stamp
+# The newest interpreter that the project supports; override with `make PYTHON=/path/to/python3`.
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
+	if $$p -c 'import sys; sys.exit(not ((3, 11) <= sys.version_info < (3, 14)))' 2>/dev/null; then echo $$p; break; fi; done)
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+setup: $(STAMP) ## create .venv with everything that demo and test need
+
+$(STAMP): pyproject.toml constraints.txt
+	@if [ -z "$(PYTHON)" ]; then echo "setup: asked for Python 3.11, 3.12 or 3.13; found none on PATH. Install python3 and python3-venv, or give PYTHON=/path/to/python3." >&2; exit 2; fi
+	@if [ ! -x $(PY) ]; then $(PYTHON) -m venv $(VENV) || { echo "setup: '$(PYTHON) -m venv' failed; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 2; }; fi
+	# torch first and pinned: otherwise a dependency may pull another build of it.
+	$(PY) -m pip install -q --disable-pip-version-check -c constraints.txt "$$(grep '^torch==' constraints.txt)" numpy
+	$(PY) -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: setup ## distil a small model from a real teacher process and draw the result (TEACHER=, STUDENT=, DATA= for your own)
+	$(PY) -m examples.demo $(if $(TEACHER),--teacher "$(TEACHER)") $(if $(STUDENT),--student "$(STUDENT)") $(if $(DATA),--data $(DATA)) $(DEMO_ARGS)
+
+test: lint types imports unit ## everything that a change must pass
+
+lint: setup
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+
+types: setup
+	$(VENV)/bin/mypy
+
+imports: setup
+	$(VENV)/bin/lint-imports
+
+unit: setup
+	$(PY) -m pytest -n 2 --dist worksteal -m "not slow" $(PYTEST_ARGS)
+
+bench: setup ## throughput and memory, printed against their targets
+	$(PY) -m bench all
+
+clean: ## remove the virtual environment and every run
+	rm -rf $(VENV) runs
