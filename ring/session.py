@@ -1,0 +1,148 @@
+"""One session with one replica: handshake first, then requests one way and fills the other.
+
+A session ends with its connection; what follows is a new one (`ring.pump` makes it). The order of the handshake is
+HELLO, WELCOME, OFFER, READY; anything out of order ends the session with a RemoteProtocolError.
+"""
+
+from __future__ import annotations
+
+import enum
+
+from transport.registry import choose, load
+
+from ring.control import ControlLink
+from ring.core.errors import ConfigError, RemoteProtocolError
+from ring.core.messages import (
+    Cancel,
+    Denied,
+    FillId,
+    Goodbye,
+    Hello,
+    Message,
+    Offer,
+    Ping,
+    Pong,
+    Ready,
+    Refused,
+    Request,
+    Welcome,
+    WireDtype,
+)
+from transport.contract import Arrival, Backend, Fence, Receiver
+from transport.memory import SlotArena
+
+
+class Phase(enum.Enum):
+    HELLO_SENT = "hello sent"
+    WELCOMED = "welcomed"
+    OFFERED = "offered"
+    READY = "ready"
+
+
+class Session:
+    """The student's half of one session. Not thread-safe: the pump's thread owns it."""
+
+    def __init__(self, link: ControlLink, hello: Hello) -> None:
+        """Says hello over `link`, which the session owns from now on."""
+        self.link = link
+        self.phase = Phase.HELLO_SENT
+        self.welcome: Welcome | None = None
+        self.backend: str | None = None
+        self.crc = False
+        self._hello = hello
+        self._receiver: Receiver | None = None
+        link.send(hello)
+
+    def recv(self) -> Message | None:
+        """The next message that concerns requests, or a handshake message already taken into account, or None.
+
+        Raises PeerLost: the connection broke. Raises RemoteProtocolError: a message that is illegal in this phase.
+        Raises ConfigError: the teacher refuses this student for good."""
+        message = self.link.recv()
+        match message:
+            case None | Pong():
+                pass
+            case Denied():
+                raise ConfigError(f"teacher {self.link.name} refuses this student: {message.reason}")
+            case Welcome() if self.phase is Phase.HELLO_SENT:
+                self.welcome, self.phase = message, Phase.WELCOMED
+            case Ready() if self.phase is Phase.OFFERED:
+                self.phase = Phase.READY
+            case Refused() if self.phase is Phase.READY:
+                pass
+            case Goodbye():
+                pass
+            case Ping():
+                self.link.send(Pong(token=message.token))
+            case _:
+                raise RemoteProtocolError(
+                    f"{self.link.name}: {type(message).__name__} is illegal in the phase '{self.phase.value}'"
+                )
+        return message
+
+    def offer(
+        self, arena: SlotArena, *, transport: str, wire_dtype: WireDtype, crc: bool | None, bind_host: str
+    ) -> str:
+        """Open the data channel and offer the slots; returns why this backend was chosen.
+
+        crc: None = as the backend advises. Raises ConfigError: no backend that both sides can do."""
+        assert self.welcome is not None
+        same_host = self._hello.host_id == self.welcome.host_id
+        self.backend, reason = choose(
+            transport,
+            student_backends=self._hello.backends,
+            teacher_backends=self.welcome.backends,
+            same_host=same_host,
+        )
+        backend: Backend = load(self.backend)
+        self.crc = backend.capabilities().crc_by_default if crc is None else crc
+        self._receiver = backend.open_receiver(arena, bind_host=bind_host)
+        self.link.send(
+            Offer(
+                backend=self.backend,
+                description=self._receiver.describe(),
+                num_slots=arena.num_slots,
+                slot_bytes=arena.slot_bytes,
+                wire_dtype=wire_dtype,
+                crc=self.crc,
+            )
+        )
+        self.phase = Phase.OFFERED
+        return reason
+
+    def arm(self, fill: FillId, *, num_bytes: int) -> None:
+        self._open_receiver().arm(fill, num_bytes=num_bytes)
+
+    def disarm(self, fill: FillId) -> Fence:
+        return Fence.FENCED if self._receiver is None else self._receiver.disarm(fill)
+
+    def request(self, request: Request) -> None:
+        self.link.send(request)
+
+    def cancel(self, fill: FillId) -> None:
+        self.link.send(Cancel(fill=fill))
+
+    def ping(self, token: int) -> None:
+        self.link.send(Ping(token=token))
+
+    def arrivals(self) -> list[Arrival]:
+        """Fills that became whole. Raises PeerLost, TransportError."""
+        return [] if self._receiver is None else self._receiver.poll()
+
+    def fenced(self) -> list[FillId]:
+        return [] if self._receiver is None else self._receiver.poll_fenced()
+
+    def wait_fds(self) -> tuple[int, ...]:
+        data_fds = () if self._receiver is None else self._receiver.wait_fds()
+        return (*self.link.wait_fds(), *data_fds)
+
+    def close(self) -> Receiver | None:
+        """End the session. Returns the closed receiver: its fences may still be pending."""
+        self.link.close()
+        if self._receiver is not None:
+            self._receiver.close()
+        return self._receiver
+
+    def _open_receiver(self) -> Receiver:
+        assert self._receiver is not None
+        return self._receiver

@@ -1,0 +1,450 @@
+"""The teacher as a service: requests in, states out, to many students at once.
+
+Two halves share one `ring.core.teacher.TeacherMachine` under a lock. `io_turn` talks to students and moves fills;
+`compute_turn` runs forward passes. `teacher.serve` gives each its own thread, so that sending overlaps computing; the
+colocated layout calls both in turn on the trainer's thread. The service keeps nothing about a student but its queue:
+whatever it forgets, the student asks for again.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import crc32c
+import torch
+
+from ring.control import ControlPort
+from ring.core import codec
+from ring.core.errors import ConfigError, DisaggKDError, RemoteProtocolError, TransportError
+from ring.core.messages import (
+    Cancel,
+    Denied,
+    FillHeader,
+    FillId,
+    Goodbye,
+    HeadInfo,
+    HeadRequest,
+    Hello,
+    Message,
+    Offer,
+    Ping,
+    Pong,
+    Ready,
+    Refused,
+    Request,
+    TokenRequest,
+    Welcome,
+    WireDtype,
+)
+from ring.core.teacher import (
+    DropStudent,
+    Put,
+    Refuse,
+    TeacherAction,
+    TeacherConfig,
+    TeacherMachine,
+    Work,
+)
+from teacher.load import TeacherModel
+from transport.contract import Sender, Ticket
+from transport.memory import as_bytes
+from transport.registry import host_id, load
+
+logger = logging.getLogger(__name__)
+
+#: Forward passes whose states wait to be sent; the next pass waits for them (back-pressure, not memory).
+MAX_UNSENT_PASSES = 2
+#: How long a student's endpoint may take to be opened.
+OPEN_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServiceConfig:
+    """replica: the name shown to students. backends: the transports that may be used, best first.
+
+    deterministic: one request a forward pass, so that states do not depend on what else is asked."""
+
+    replica: str
+    backends: tuple[str, ...]
+    epoch: str
+    max_batch_tokens: int = 16384
+    max_students: int = 64
+    student_timeout_s: float = 60.0
+    deterministic: bool = False
+
+
+@dataclass(kw_only=True)
+class Student:
+    """One connected student: who it is, and where its slots are."""
+
+    name: str
+    hello: Hello
+    offer: Offer | None = None
+    sender: Sender | None = None
+    tickets: dict[Ticket, FillId] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What a forward pass made for one request, until it is sent."""
+
+    parts: Sequence[torch.Tensor]
+    num_rows: int
+    dtype: WireDtype
+    forward_s: float
+    idle_s: float
+    queue_s: float
+
+
+class TeacherService:
+    """Serves one model through one control port."""
+
+    def __init__(self, model: TeacherModel, port: ControlPort, config: ServiceConfig) -> None:
+        self._model = model
+        self._port = port
+        self._config = config
+        self._lock = threading.RLock()
+        self._work_arrived = threading.Condition(self._lock)
+        self._machine = TeacherMachine(
+            TeacherConfig(
+                max_batch_tokens=config.max_batch_tokens,
+                max_students=config.max_students,
+                max_rows=config.max_batch_tokens,
+                max_tokens=config.max_batch_tokens,
+                student_timeout_s=config.student_timeout_s,
+            )
+        )
+        self._head = model.head_info()
+        self._students: dict[str, Student] = {}
+        self._answers: dict[tuple[str, FillId], Answer] = {}
+        self._actions: deque[TeacherAction] = deque()
+        self._idle_since_s = time.monotonic()
+        self._closed = False
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    # ---- I/O side ------------------------------------------------------------------------------------------------
+
+    def io_turn(self) -> bool:
+        """Take what students say, send what is computed; never blocks. Returns whether anything happened."""
+        with self._lock:
+            if self._closed:
+                return False
+            now_s = time.monotonic()
+            busy = self._carry_out(now_s)
+            while (received := self._port.recv()) is not None:
+                busy = True
+                self._hear(received[0], received[1], now_s)
+            for student in list(self._students.values()):
+                busy |= self._collect_sent(student, now_s)
+            deadline_s = self._machine.next_deadline_s()
+            if deadline_s is not None and now_s >= deadline_s:
+                self._actions.extend(self._machine.on_timer(now_s=now_s))
+            busy |= self._carry_out(now_s)
+            self._work_arrived.notify_all()
+            return busy
+
+    def wait_fds(self) -> tuple[int, ...]:
+        """Readable when `io_turn` may have something to do, given that it was called until it had nothing."""
+        with self._lock:
+            senders = [s.sender for s in self._students.values() if s.sender is not None]
+            return (self._wake_fd, *self._port.wait_fds(), *(fd for sender in senders for fd in sender.wait_fds()))
+
+    def acknowledge_wake(self) -> None:
+        """Reset the descriptor by which the compute side wakes the I/O side."""
+        with suppress(BlockingIOError):
+            os.eventfd_read(self._wake_fd)
+
+    def next_deadline_s(self) -> float | None:
+        with self._lock:
+            return self._machine.next_deadline_s()
+
+    # ---- compute side --------------------------------------------------------------------------------------------
+
+    def wait_for_work(self, *, timeout_s: float) -> None:
+        """Block until a forward pass may be possible, or timeout_s passed."""
+        with self._work_arrived:
+            self._work_arrived.wait(timeout_s)
+
+    def compute_turn(self) -> bool:
+        """Run one forward pass over what is asked, if anything is; returns whether there was work."""
+        with self._lock:
+            now_s = time.monotonic()
+            if self._closed or len(self._answers) >= MAX_UNSENT_PASSES and self._unsent_tokens_exceed():
+                return False
+            batch = self._machine.next_batch(now_s=now_s, max_requests=1 if self._config.deterministic else None)
+            self._actions.extend(batch.actions)
+            if not batch.work:
+                self._wake()
+                return bool(batch.actions)
+            idle_s = max(0.0, now_s - self._idle_since_s)
+        answers: list[Answer] = []
+        error = ""
+        try:
+            answers = self._answer(batch.work, idle_s=idle_s, start_s=now_s)
+        except (DisaggKDError, RuntimeError, ValueError) as failure:
+            # Whatever the model raised concerns this pass only: the students hear of it and decide.
+            error = f"{type(failure).__name__}: {failure}"
+            logger.warning("the forward pass failed: %s", error, exc_info=logger.isEnabledFor(logging.DEBUG))
+        with self._lock:
+            now_s = time.monotonic()
+            self._idle_since_s = now_s
+            if error:
+                self._actions.extend(self._machine.failed(batch.work, error, now_s=now_s))
+            else:
+                for work, answer in zip(batch.work, answers, strict=True):
+                    self._answers[work.student, work.request.fill] = answer
+                self._actions.extend(self._machine.computed(batch.work, now_s=now_s))
+                self._forget_unwanted()
+            self._wake()
+        return True
+
+    # ---- life ----------------------------------------------------------------------------------------------------
+
+    def drain(self) -> None:
+        """Refuse new requests; what is held is still answered."""
+        with self._lock:
+            self._machine.drain(now_s=time.monotonic())
+            self._wake()
+
+    @property
+    def drained(self) -> bool:
+        """Whether everything that was accepted before `drain` is answered and sent."""
+        with self._lock:
+            return self._machine.drained and not self._actions
+
+    def close(self) -> None:
+        """Say goodbye to all students and give everything back. Idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            for student in self._students.values():
+                self._port.send(student.name, Goodbye(reason=f"replica {self._config.replica} is closing"))
+                if student.sender is not None:
+                    student.sender.close()
+            self._students.clear()
+            self._answers.clear()
+            self._port.close()
+            os.close(self._wake_fd)
+            self._work_arrived.notify_all()
+
+    # ---- messages ------------------------------------------------------------------------------------------------
+
+    def _hear(self, name: str, message: Message | RemoteProtocolError, now_s: float) -> None:
+        student = self._students.get(name)
+        if student is not None:
+            self._machine.heard(name, now_s=now_s)
+        try:
+            match message:
+                case RemoteProtocolError():
+                    raise message
+                case Hello():
+                    self._welcome(name, message)
+                case Ping():
+                    # Answered to strangers too: a student of a former life learns by the silence on its requests.
+                    self._port.send(name, Pong(token=message.token))
+                case Pong():
+                    pass
+                case Goodbye():
+                    self._drop(name, message.reason, now_s, say=False)
+                case Offer() if student is not None and student.offer is None:
+                    self._open(student, message, now_s)
+                case Request() if student is not None and student.sender is not None:
+                    self._request(student, message, now_s)
+                case Cancel() if student is not None and student.sender is not None:
+                    self._actions.extend(self._machine.cancel(name, message.fill, now_s=now_s))
+                case Request() | Cancel() if student is None:
+                    self._port.send(name, Goodbye(reason="unknown student; say hello first"))
+                case _:
+                    raise RemoteProtocolError(f"{type(message).__name__} is illegal in this phase of the handshake")
+        except (RemoteProtocolError, TransportError) as error:
+            logger.warning("student %s: %s", name, error)
+            self._drop(name, str(error), now_s)
+
+    def _welcome(self, name: str, hello: Hello) -> None:
+        reason = self._objection(hello)
+        if reason is not None:
+            logger.warning("refused rank %d of run %s: %s", hello.rank, hello.run, reason)
+            self._port.send(name, Denied(reason=reason))
+            return
+        self._students[name] = Student(name=name, hello=hello)
+        self._port.send(
+            name,
+            Welcome(
+                replica=self._config.replica,
+                epoch=self._config.epoch,
+                fingerprint=self._model.fingerprint,
+                model=self._model.name,
+                head=self._head,
+                token_map_hash=self._model.token_map_hash,
+                wire_dtypes=(self._head.dtype,),
+                max_rows=self._config.max_batch_tokens,
+                max_tokens=self._config.max_batch_tokens,
+                host_id=host_id(),
+                backends=self._config.backends,
+            ),
+        )
+
+    def _objection(self, hello: Hello) -> str | None:
+        if hello.token_map_hash != self._model.token_map_hash:
+            return (
+                f"the tokenizers differ: the student's token map hashes to {hello.token_map_hash[:16]}, the "
+                f"teacher's to {self._model.token_map_hash[:16]}; allowed: the same token for every id"
+            )
+        if hello.vocab_size > self._head.vocab_size:
+            return f"the student's vocabulary has {hello.vocab_size} tokens, the teacher's {self._head.vocab_size}"
+        if len(self._students) >= self._config.max_students:
+            return f"{len(self._students)} students are connected; allowed: {self._config.max_students}"
+        return None
+
+    def _open(self, student: Student, offer: Offer, now_s: float) -> None:
+        if offer.backend not in self._config.backends:
+            raise RemoteProtocolError(f"transport {offer.backend!r}; allowed: {', '.join(self._config.backends)}")
+        if offer.wire_dtype is not self._head.dtype:
+            raise RemoteProtocolError(f"wire dtype {offer.wire_dtype.value}; allowed: {self._head.dtype.value}")
+        student.offer = offer
+        student.sender = load(offer.backend).open_sender(
+            offer.description, num_slots=offer.num_slots, slot_bytes=offer.slot_bytes, timeout_s=OPEN_TIMEOUT_S
+        )
+        row_bytes = self._head.hidden_size * offer.wire_dtype.itemsize_bytes
+        self._actions.extend(
+            self._machine.student_joined(
+                student.name,
+                num_slots=offer.num_slots,
+                slot_bytes=offer.slot_bytes,
+                row_bytes=row_bytes,
+                now_s=now_s,
+            )
+        )
+        hello = student.hello
+        logger.info("rank %d of run %s joined over %s", hello.rank, hello.run, offer.backend)
+        self._port.send(student.name, Ready())
+
+    def _request(self, student: Student, request: Request, now_s: float) -> None:
+        if isinstance(request.payload, TokenRequest):
+            self._model.check_request(request.payload)
+        elif request.payload.offset + request.payload.num_bytes > self._head.num_bytes:
+            raise RemoteProtocolError(
+                f"head bytes up to {request.payload.offset + request.payload.num_bytes}; "
+                f"the head has {self._head.num_bytes}"
+            )
+        self._actions.extend(self._machine.request(student.name, request, now_s=now_s))
+
+    def _drop(self, name: str, reason: str, now_s: float, *, say: bool = True) -> None:
+        student = self._students.pop(name, None)
+        if say:
+            self._port.send(name, Goodbye(reason=reason[:512]))
+        if student is None:
+            return
+        logger.info("rank %d of run %s left: %s", student.hello.rank, student.hello.run, reason)
+        if student.sender is not None:
+            student.sender.close()
+            self._actions.extend(self._machine.student_left(name, now_s=now_s))
+        self._forget_unwanted()
+
+    # ---- fills ---------------------------------------------------------------------------------------------------
+
+    def _answer(self, work: Sequence[Work], *, idle_s: float, start_s: float) -> list[Answer]:
+        """One forward pass, or pieces of the head; the pass's idle time is counted on its first request."""
+        payloads = [w.request.payload for w in work]
+        tokens = [p for p in payloads if isinstance(p, TokenRequest)]
+        states = self._model.forward_requests(tokens, deterministic=self._config.deterministic) if tokens else []
+        forward_s = (time.monotonic() - start_s) / max(len(work), 1)
+        answers, remaining = [], iter(states)
+        for index, (item, payload) in enumerate(zip(work, payloads, strict=True)):
+            if isinstance(payload, HeadRequest):
+                piece = self._model.head_raw()[payload.offset : payload.offset + payload.num_bytes]
+                parts, num_rows = [piece], 0
+            else:
+                parts, num_rows = list(next(remaining)), payload.num_rows
+            answers.append(
+                Answer(
+                    parts=parts,
+                    num_rows=num_rows,
+                    dtype=self._head.dtype,
+                    forward_s=forward_s,
+                    idle_s=idle_s if index == 0 else 0.0,
+                    queue_s=max(0.0, start_s - item.received_s),
+                )
+            )
+        return answers
+
+    def _put(self, name: str, request: Request, now_s: float) -> None:
+        answer = self._answers.pop((name, request.fill))
+        student = self._students.get(name)
+        if student is None or student.sender is None or student.offer is None:
+            return
+        crc = None
+        if student.offer.crc:
+            crc = 0
+            for part in answer.parts:
+                crc = crc32c.crc32c(as_bytes(part), crc)
+        header = FillHeader(
+            student_epoch=student.hello.epoch,
+            teacher_epoch=self._config.epoch,
+            fingerprint=self._model.fingerprint,
+            fill=request.fill,
+            num_rows=answer.num_rows,
+            dtype=answer.dtype,
+            num_bytes=sum(part.numel() * part.element_size() for part in answer.parts),
+            input_hash=request.payload.input_hash,
+            crc=crc,
+            forward_s=answer.forward_s,
+            queue_s=answer.queue_s,
+            idle_s=answer.idle_s,
+        )
+        try:
+            ticket = student.sender.put(request.fill, header=codec.encode_header(header), parts=answer.parts)
+        except TransportError as error:
+            self._drop(name, str(error), now_s)
+            return
+        student.tickets[ticket] = request.fill
+
+    def _collect_sent(self, student: Student, now_s: float) -> bool:
+        if student.sender is None:
+            return False
+        busy = False
+        try:
+            while tickets := student.sender.poll():
+                busy = True
+                for ticket in tickets:
+                    self._actions.extend(
+                        self._machine.sent(student.name, student.tickets.pop(ticket), now_s=now_s)
+                    )
+        except TransportError as error:
+            self._drop(student.name, str(error), now_s)
+        return busy
+
+    def _unsent_tokens_exceed(self) -> bool:
+        """Whether the states that wait to be sent fill the passes that may wait."""
+        rows = sum(answer.num_rows for answer in self._answers.values())
+        rows += sum(len(s.tickets) for s in self._students.values())
+        return rows >= MAX_UNSENT_PASSES * self._config.max_batch_tokens
+
+    def _forget_unwanted(self) -> None:
+        """Drop answers that nobody waits for: the student left, or it cancelled during the pass."""
+        wanted = {(a.student, a.request.fill) for a in self._actions if isinstance(a, Put)}
+        self._answers = {key: answer for key, answer in self._answers.items() if key in wanted}
+
+    def _carry_out(self, now_s: float) -> bool:
+        busy = bool(self._actions)
+        while self._actions:
+            match self._actions.popleft():
+                case Put(student=name, request=request):
+                    self._put(name, request, now_s)
+                case Refuse(student=name, fill=fill, code=code, message=message):
+                    self._port.send(name, Refused(fill=fill, code=code, message=message[:512]))
+                case DropStudent(student=name, reason=reason):
+                    self._drop(name, reason, now_s)
+        return busy
+
+    def _wake(self) -> None:
+        if not self._closed:
+            os.eventfd_write(self._wake_fd, 1)
