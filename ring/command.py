@@ -1,0 +1,102 @@
+"""How every command of DisaggKD reads its configuration, and how it ends.
+
+A command's configuration is one frozen dataclass; each field made with `flag(...)` is a `--flag` and a key of the
+`--config` file. Argument beats file beats default, unknown keys are refused, and what is wrong is said in one line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeVar, get_args, get_origin, get_type_hints
+
+from jsonargparse import ActionConfigFile, ArgumentError, ArgumentParser
+
+from ring.core.errors import ConfigError, DisaggKDError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+    ConfigT = TypeVar("ConfigT", bound=DataclassInstance)
+else:
+    ConfigT = TypeVar("ConfigT")
+
+FlagT = TypeVar("FlagT")
+
+
+def flag(default: FlagT, text: str, *, metavar: str | None = None) -> FlagT:
+    """A field of a command's configuration; `text` is its help, with units and what else is allowed."""
+    made: FlagT = dataclasses.field(default=default, metadata={"help": text, "metavar": metavar})
+    return made
+
+
+def parse(config_type: type[ConfigT], argv: Sequence[str], *, prog: str, description: str) -> ConfigT:
+    """The configuration that argv and its `--config` file ask for; `--help` prints and exits with 0.
+
+    Raises ConfigError: an unknown flag or key, a value of the wrong type, or one that the dataclass refuses."""
+    parser = ArgumentParser(prog=prog, description=description, exit_on_error=False, default_env=False)
+    parser.add_argument("--config", action=ActionConfigFile, help="a YAML or JSON file of these settings")
+    hints = get_type_hints(config_type)
+    for field in dataclasses.fields(config_type):
+        _add(parser, field, hints[field.name])
+    try:
+        found = parser.parse_args(list(argv)).as_dict()
+    except (ArgumentError, ValueError, OSError) as error:
+        raise ConfigError(f"{one_line(str(error))}; allowed flags: {prog} --help") from error
+    values = {field.name: found[field.name] for field in dataclasses.fields(config_type)}
+    return config_type(**{name: tuple(v) if isinstance(v, list) else v for name, v in values.items()})
+
+
+def _add(parser: ArgumentParser, field: dataclasses.Field[object], hint: object) -> None:
+    name = "--" + field.name.replace("_", "-")
+    text, metavar = field.metadata["help"], field.metadata["metavar"]
+    if hint is bool:
+        parser.add_argument(name, type=bool, default=field.default, nargs="?", const=True, help=text, metavar="BOOL")
+    elif get_origin(hint) is tuple:
+        item = get_args(hint)[0]
+        default = list(field.default) if isinstance(field.default, tuple) else []
+        parser.add_argument(name, type=item, nargs="+", default=default, help=text, metavar=metavar)
+    else:
+        parser.add_argument(name, type=hint, default=field.default, help=text, metavar=metavar)
+
+
+def describe(config: DataclassInstance) -> str:
+    """The whole configuration, one `key: value` a line."""
+    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    width = max(len(name) for name in values)
+    return "\n".join(f"  {name:<{width}}  {value}" for name, value in values.items())
+
+
+def run(command: Callable[[], None], *, prog: str, debug: bool) -> int:
+    """Run a command; a known error becomes one line on stderr and its exit code, with a traceback only for `debug`."""
+    try:
+        command()
+    except DisaggKDError as error:
+        if debug:
+            traceback.print_exc()
+        sys.stdout.flush()
+        print(f"{prog}: error: {one_line(str(error))}", file=sys.stderr, flush=True)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print(f"{prog}: interrupted", file=sys.stderr, flush=True)
+        return 130
+    return 0
+
+
+def set_up_logging(*, debug: bool) -> None:
+    """Log lines go to stderr; stdout is for results."""
+    logging.basicConfig(
+        level=logging.DEBUG if debug else logging.INFO,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        datefmt="%H:%M:%S",
+        stream=sys.stderr,
+        force=True,
+    )
+
+
+def one_line(text: str) -> str:
+    """Any message on a single line."""
+    return " ".join(text.split())
