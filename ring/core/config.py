@@ -1,0 +1,99 @@
+"""What the ring is told at its start, and what it is told to expect of each fill."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ring.core.errors import ConfigError
+from ring.core.messages import WireDtype
+
+#: Bounds of the ring's size; the codec refuses slot numbers beyond them.
+MAX_SLOTS = 65_536
+
+
+@dataclass(frozen=True, kw_only=True)
+class RingConfig:
+    """The student's ring.
+
+    `depth`: requests that hold a place from their first dispatch until their lease is released; `num_spares`: further
+    slots that stand in for quarantined ones, so that `depth + num_spares` slots exist. `request_timeout_s`: after that
+    an attempt is given up. `peer_timeout_s`: a replica not heard from for that long is down. `teacher_timeout_s`: with
+    work waiting and no replica to serve it for that long, the run has lost its teacher. `max_pending`: requests that
+    may be submitted ahead of their first dispatch (default: depth).
+
+    Raises ConfigError: a value out of its range.
+    """
+
+    depth: int
+    num_spares: int = 2
+    request_timeout_s: float = 60.0
+    peer_timeout_s: float = 5.0
+    ping_interval_s: float = 1.0
+    teacher_timeout_s: float = 60.0
+    max_pending: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_int("depth", self.depth, lowest=1)
+        _check_int("num_spares", self.num_spares, lowest=0)
+        if self.num_slots > MAX_SLOTS:
+            raise ConfigError(f"depth + num_spares must be <= {MAX_SLOTS}, got {self.depth} + {self.num_spares}")
+        for name in ("request_timeout_s", "peer_timeout_s", "ping_interval_s", "teacher_timeout_s"):
+            _check_seconds(name, getattr(self, name))
+        if self.ping_interval_s >= self.peer_timeout_s:
+            raise ConfigError(
+                f"ping_interval_s must be < peer_timeout_s, got {self.ping_interval_s} and {self.peer_timeout_s}"
+            )
+        if self.max_pending is not None:
+            _check_int("max_pending", self.max_pending, lowest=1)
+
+    @property
+    def num_slots(self) -> int:
+        return self.depth + self.num_spares
+
+    @property
+    def pending_limit(self) -> int:
+        return self.depth if self.max_pending is None else self.max_pending
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expectation:
+    """What a fill must look like to be accepted (R3), and what it costs the teacher, for sharing out the load."""
+
+    num_rows: int
+    dtype: WireDtype
+    num_bytes: int
+    input_hash: bytes
+    cost_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeacherConfig:
+    """The teacher's queue.
+
+    `max_batch_tokens`: tokens of one forward pass (a larger request goes alone). `max_rows`, `max_tokens`: limits of
+    one request. `student_timeout_s`: a student not heard from, or not taking a fill, for that long is dropped.
+
+    Raises ConfigError: a value out of its range.
+    """
+
+    max_batch_tokens: int
+    max_rows: int
+    max_tokens: int
+    max_students: int = 64
+    student_timeout_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        for name in ("max_batch_tokens", "max_rows", "max_tokens", "max_students"):
+            _check_int(name, getattr(self, name), lowest=1)
+        _check_seconds("student_timeout_s", self.student_timeout_s)
+
+
+def _check_int(name: str, value: int, *, lowest: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < lowest:
+        raise ConfigError(f"{name} must be an integer >= {lowest}, got {value!r}")
+
+
+def _check_seconds(name: str, value: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+        raise ConfigError(f"{name} must be a finite number of seconds > 0, got {value!r}")
