@@ -1,0 +1,189 @@
+"""What one call of a distillation loss is given, checked once: shared by the fused loss and the textbook one."""
+
+from __future__ import annotations
+
+import warnings
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from student.loss.head import Head, check_pair
+from student.loss.options import KDOutput, LossOptions
+from student.loss.rows import Rows, resolve_rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossCall:
+    """The checked inputs of one call."""
+
+    options: LossOptions
+    student_hidden: Tensor
+    student_head: Head
+    teacher_hidden: Tensor | None
+    teacher_head: Head | None
+    labels: Tensor | None
+    rows: Rows
+    row_weights: Tensor | None
+    teacher_row_scale: Tensor | None
+    divisor: float | Tensor
+    vocab_group: ProcessGroup | None
+
+
+class DistillationLoss(ABC):
+    """A loss with the signature of KDLoss."""
+
+    options: LossOptions
+
+    def __init__(
+        self,
+        divergence: str = "forward_kl",
+        *,
+        temperature: float = 1.0,
+        scale_t2: bool = True,
+        kd_weight: float = 0.5,
+        ce_weight: float = 0.5,
+        teacher_weight: float = 0.5,
+        skew_alpha: float = 0.1,
+        precision: str = "fp32",
+        workspace_bytes: int | None = None,
+        ignore_index: int = -100,
+    ) -> None:
+        self.options = LossOptions(
+            divergence=divergence,
+            temperature=temperature,
+            scale_t2=scale_t2,
+            kd_weight=kd_weight,
+            ce_weight=ce_weight,
+            teacher_weight=teacher_weight,
+            skew_alpha=skew_alpha,
+            precision=precision,
+            workspace_bytes=workspace_bytes,
+            ignore_index=ignore_index,
+        )
+        self.num_empty_calls = 0
+
+    @classmethod
+    def from_options(cls, options: LossOptions) -> Self:
+        """The loss of ready-made options."""
+        loss = cls()
+        loss.options = options
+        return loss
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.options})"
+
+    def __call__(
+        self,
+        student_hidden: Tensor,
+        student_head: Head,
+        teacher_hidden: Tensor | None,
+        teacher_head: Head | None,
+        labels: Tensor | None,
+        *,
+        row_index: Tensor | None = None,
+        all_rows: bool = False,
+        row_weights: Tensor | None = None,
+        teacher_row_scale: Tensor | None = None,
+        num_rows: int | float | Tensor | None = None,
+        vocab_group: ProcessGroup | None = None,
+    ) -> KDOutput:
+        """The loss of one call; KDLoss says what each argument means."""
+        options = self.options
+        _check_student(student_hidden, student_head)
+        if options.kd_weight > 0:
+            if teacher_hidden is None or teacher_head is None:
+                raise ValueError("teacher_hidden and teacher_head: got None; allowed: only with kd_weight=0")
+            _check_teacher(teacher_hidden, teacher_head, student_hidden)
+            check_pair(student_head, teacher_head, sharded=vocab_group is not None)
+        else:
+            teacher_hidden = teacher_head = None
+            check_pair(student_head, student_head, sharded=vocab_group is not None)
+        num_given = student_hidden.shape[0]
+        if labels is None and options.ce_weight > 0:
+            raise ValueError("labels: got None; allowed: only with ce_weight=0")
+        if labels is not None and (labels.shape != (num_given,) or labels.dtype != torch.int64):
+            raise ValueError(f"labels: got {labels.dtype} {tuple(labels.shape)}; allowed: int64 [{num_given}]")
+        if row_weights is not None and row_weights.shape != (num_given,):
+            raise ValueError(f"row_weights: got {tuple(row_weights.shape)}; allowed: [{num_given}]")
+        rows = resolve_rows(
+            num_rows_given=num_given,
+            num_teacher_rows=None if teacher_hidden is None else teacher_hidden.shape[0],
+            labels=labels,
+            row_index=row_index,
+            all_rows=all_rows,
+            ignore_index=options.ignore_index,
+        )
+        if teacher_row_scale is not None and teacher_hidden is not None:
+            if teacher_row_scale.shape != (teacher_hidden.shape[0],):
+                raise ValueError(
+                    f"teacher_row_scale: got {tuple(teacher_row_scale.shape)}; allowed: [{teacher_hidden.shape[0]}]"
+                )
+        if rows.count == 0:
+            self._count_empty_call()
+        return self._compute(
+            LossCall(
+                options=options,
+                student_hidden=student_hidden,
+                student_head=student_head,
+                teacher_hidden=teacher_hidden,
+                teacher_head=teacher_head,
+                labels=labels,
+                rows=rows,
+                row_weights=row_weights,
+                teacher_row_scale=teacher_row_scale,
+                divisor=_divisor(num_rows, rows.count),
+                vocab_group=vocab_group,
+            )
+        )
+
+    @abstractmethod
+    def _compute(self, call: LossCall) -> KDOutput: ...
+
+    def _count_empty_call(self) -> None:
+        if self.num_empty_calls == 0:
+            warnings.warn(
+                "distillation loss: no row of this call counts (every label is masked): loss 0, zero gradients. "
+                "Further such calls are counted in num_empty_calls without a warning",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+        self.num_empty_calls += 1
+
+
+def _divisor(num_rows: int | float | Tensor | None, count: int) -> float | Tensor:
+    """What the sums are divided by; never 0, so that a step without rows gives 0 and not NaN."""
+    if isinstance(num_rows, Tensor):
+        return num_rows.detach().clamp(min=1)
+    if num_rows is not None and num_rows < 0:
+        raise ValueError(f"num_rows: got {num_rows}; allowed: 0 and more")
+    return float(max(count if num_rows is None else num_rows, 1))
+
+
+def _check_student(hidden: Tensor, head: Head) -> None:
+    if hidden.dim() != 2 or not hidden.is_floating_point() or hidden.dtype.itemsize < 2:
+        raise ValueError(
+            f"student_hidden: got {hidden.dtype} {tuple(hidden.shape)}; allowed: bf16, fp16, fp32 or fp64 [N, Hs]"
+        )
+    if hidden.shape[1] != head.weight.shape[1]:
+        raise ValueError(
+            f"student head: hidden size {head.weight.shape[1]}, the states have {hidden.shape[1]}; allowed: equal"
+        )
+
+
+def _check_teacher(hidden: Tensor, head: Head, student_hidden: Tensor) -> None:
+    if hidden.dim() != 2 or not hidden.is_floating_point():
+        raise ValueError(
+            f"teacher_hidden: got {hidden.dtype} {tuple(hidden.shape)}; allowed: a floating [N, Ht] or [R, Ht]"
+        )
+    if hidden.shape[1] != head.weight.shape[1]:
+        raise ValueError(
+            f"teacher head: hidden size {head.weight.shape[1]}, the states have {hidden.shape[1]}; allowed: equal"
+        )
+    if hidden.device != student_hidden.device:
+        raise ValueError(
+            f"teacher_hidden: on {hidden.device}, the student's states on {student_hidden.device}; allowed: equal"
+        )

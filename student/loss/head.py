@@ -1,0 +1,77 @@
+"""The output head of a model: everything between its final hidden states and its logits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Head:
+    """logits = softcap(logit_scale * (hidden @ weight.T + bias)), where softcap(z) = c * tanh(z / c) if a cap c is given.
+
+    weight [V, H], bias [V]. Columns at and past real_vocab are padding: they carry no probability and get no gradient.
+    In a vocabulary group weight and bias are this rank's columns, vocab_start is the first one's index, and real_vocab
+    counts the columns of the whole vocabulary.
+
+    Raises ValueError or TypeError: a shape, number or dtype that can't be a head.
+    """
+
+    weight: Tensor
+    bias: Tensor | None = None
+    logit_softcap: float | None = None
+    logit_scale: float = 1.0
+    real_vocab: int | None = None
+    vocab_start: int = 0
+
+    def __post_init__(self) -> None:
+        if self.weight.dim() != 2 or not self.weight.is_floating_point():
+            raise ValueError(
+                f"head weight: got shape {tuple(self.weight.shape)} of {self.weight.dtype}; allowed: a floating [V, H]"
+            )
+        if self.bias is not None and self.bias.shape != (self.weight.shape[0],):
+            raise ValueError(
+                f"head bias: got {tuple(self.bias.shape)}; allowed: [{self.weight.shape[0]}], one per column"
+            )
+        if self.logit_softcap is not None and not self.logit_softcap > 0:
+            raise ValueError(f"logit_softcap: got {self.logit_softcap}; allowed: None or above 0")
+        if self.logit_scale == 0:
+            raise ValueError("logit_scale: got 0; allowed: any other number")
+        if self.vocab_start < 0:
+            raise ValueError(f"vocab_start: got {self.vocab_start}; allowed: 0 and more")
+        if self.real_vocab is not None and self.real_vocab < 1:
+            raise ValueError(f"real_vocab: got {self.real_vocab}; allowed: None or 1 and more")
+
+    @property
+    def num_real_columns(self) -> int:
+        """How many of this shard's leading columns are real; 0 where the shard holds padding only."""
+        num_columns = self.weight.shape[0]
+        if self.real_vocab is None:
+            return num_columns
+        return min(max(self.real_vocab - self.vocab_start, 0), num_columns)
+
+
+def check_pair(student: Head, teacher: Head, *, sharded: bool) -> None:
+    """Refuse two heads that don't describe the same columns.
+
+    Raises ValueError: with both sizes, and what would say which columns are real.
+    """
+    if student.vocab_start != teacher.vocab_start:
+        raise ValueError(
+            f"vocab_start: student {student.vocab_start}, teacher {teacher.vocab_start}; allowed: the same on both sides"
+        )
+    if not sharded:
+        for side, head in (("student", student), ("teacher", teacher)):
+            if head.vocab_start != 0:
+                raise ValueError(f"{side} vocab_start: got {head.vocab_start} without a vocab_group; allowed: 0")
+            if head.real_vocab is not None and head.real_vocab > head.weight.shape[0]:
+                raise ValueError(
+                    f"{side} real_vocab: got {head.real_vocab} with {head.weight.shape[0]} columns; allowed: at most as many"
+                )
+    if student.num_real_columns != teacher.num_real_columns:
+        raise ValueError(
+            f"vocabulary: the student's head has {student.num_real_columns} columns that count (of "
+            f"{student.weight.shape[0]}), the teacher's {teacher.num_real_columns} (of {teacher.weight.shape[0]}); allowed: "
+            f"equal. Where the token map is the same and the rest is padding, say so with real_vocab"
+        )
