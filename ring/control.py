@@ -76,7 +76,9 @@ def parse_endpoint(endpoint: str, *, flag: str) -> tuple[str, str]:
     """(host, port) of a tcp endpoint; the port may be `*`. Raises ConfigError naming `flag`."""
     match = _ENDPOINT.fullmatch(endpoint)
     if match is None or (match["port"] != "*" and not 0 < int(match["port"]) < 65536):
-        raise ConfigError(f"{flag} {endpoint!r} is not an endpoint; allowed: tcp://HOST:PORT, e.g. tcp://127.0.0.1:5555")
+        raise ConfigError(
+            f"{flag} {endpoint!r} is not an endpoint; allowed: tcp://HOST:PORT, e.g. tcp://127.0.0.1:5555"
+        )
     return match["host"], match["port"]
 
 

@@ -15,8 +15,8 @@ import select
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol
 
@@ -38,7 +38,7 @@ from ring.core.actions import (
     Send,
     SendPing,
 )
-from ring.core.config import RingConfig
+from ring.core.config import Expectation, RingConfig
 from ring.core.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -62,7 +62,7 @@ from ring.core.messages import (
     WireDtype,
 )
 from ring.core.stats import RingStats
-from ring.core.student import Expectation, StudentMachine
+from ring.core.student import StudentMachine
 from ring.session import Phase, Session
 from transport.contract import Arrival, Fence, Receiver
 from transport.memory import SlotArena
@@ -102,6 +102,19 @@ class Replica:
     backoff_s: float = RECONNECT_MIN_S
     last_error: str = "no answer yet"
     refusal: ConfigError | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RingSnapshot:
+    """What the ring knows of itself at one moment (R9).
+
+    `machine`: counts of slots, fills, retries and drops. `student_stall_s`: how long `next_lease` waited, summed.
+    `slots_bytes`: memory of all slots. `backends`: the transport of each connected replica."""
+
+    machine: RingStats
+    student_stall_s: float
+    slots_bytes: int
+    backends: Mapping[str, str]
 
 
 class Lease:
@@ -186,8 +199,6 @@ class Ring:
         self._fatal: DisaggKDError | None = None
         self._closing = False
         self._student_stall_s = 0.0
-        self._teacher_stall_s = 0.0
-        self._bytes_received = 0
         self._ping_token = 0
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="ring-pump", daemon=True)
@@ -325,15 +336,18 @@ class Ring:
             raise RemoteProtocolError(f"the teacher's head hashes to {digest}; announced was {head.sha256}")
         return _split_head(raw, head)
 
-    def stats(self) -> RingStats:
+    def stats(self) -> RingSnapshot:
         """A frozen snapshot (R9)."""
         with self._lock:
-            stats = self._open_machine().stats(now_s=time.monotonic())
-            return replace(
-                stats,
+            return RingSnapshot(
+                machine=self._open_machine().stats(now_s=time.monotonic()),
                 student_stall_s=self._student_stall_s,
-                teacher_stall_s=self._teacher_stall_s,
-                bytes_received=self._bytes_received,
+                slots_bytes=self._arena.total_bytes if self._arena is not None else 0,
+                backends={
+                    replica.name: replica.session.backend
+                    for replica in self._replicas.values()
+                    if replica.session is not None and replica.session.backend is not None
+                },
             )
 
     def close(self) -> None:
@@ -538,13 +552,9 @@ class Ring:
                 header = codec.decode_header(arrival.header)
                 crc = self._checksum(session, arrival)
                 machine.heard(replica.name, now_s=now_s)
-                before = machine.stats(now_s=now_s).fills
                 self._actions.extend(
                     machine.arrived(replica.name, arrival.fill, arrival.num_bytes, header, crc, now_s=now_s)
                 )
-                if machine.stats(now_s=now_s).fills > before:
-                    self._bytes_received += arrival.num_bytes
-                    self._teacher_stall_s += header.idle_s
         return busy
 
     def _checksum(self, session: Session, arrival: Arrival) -> int | None:

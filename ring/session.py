@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import enum
 
-from transport.registry import choose, load
-
 from ring.control import ControlLink
 from ring.core.errors import ConfigError, RemoteProtocolError
 from ring.core.messages import (
@@ -30,6 +28,7 @@ from ring.core.messages import (
 )
 from transport.contract import Arrival, Backend, Fence, Receiver
 from transport.memory import SlotArena
+from transport.registry import choose, load
 
 
 class Phase(enum.Enum):

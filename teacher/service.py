@@ -20,20 +20,22 @@ from dataclasses import dataclass, field
 import crc32c
 import torch
 
+from planner.input_hash import input_hash
 from ring.control import ControlPort
 from ring.core import codec
-from ring.core.errors import ConfigError, DisaggKDError, RemoteProtocolError, TransportError
+from ring.core.config import TeacherConfig
+from ring.core.errors import DisaggKDError, RemoteProtocolError, TransportError
 from ring.core.messages import (
     Cancel,
     Denied,
     FillHeader,
     FillId,
     Goodbye,
-    HeadInfo,
     HeadRequest,
     Hello,
     Message,
     Offer,
+    Payload,
     Ping,
     Pong,
     Ready,
@@ -41,16 +43,15 @@ from ring.core.messages import (
     Request,
     TokenRequest,
     Welcome,
-    WireDtype,
 )
 from ring.core.teacher import (
+    Batch,
     DropStudent,
     Put,
     Refuse,
     TeacherAction,
-    TeacherConfig,
     TeacherMachine,
-    Work,
+    WorkKind,
 )
 from teacher.load import TeacherModel
 from transport.contract import Sender, Ticket
@@ -59,8 +60,10 @@ from transport.registry import host_id, load
 
 logger = logging.getLogger(__name__)
 
-#: Forward passes whose states wait to be sent; the next pass waits for them (back-pressure, not memory).
+#: States of so many full forward passes may wait to be sent; the next pass waits for them (back-pressure, not memory).
 MAX_UNSENT_PASSES = 2
+#: The states of one request, piece by piece; no piece is copied before it is sent.
+Parts = Sequence[torch.Tensor]
 #: How long a student's endpoint may take to be opened.
 OPEN_TIMEOUT_S = 5.0
 
@@ -88,19 +91,8 @@ class Student:
     hello: Hello
     offer: Offer | None = None
     sender: Sender | None = None
-    tickets: dict[Ticket, FillId] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Answer:
-    """What a forward pass made for one request, until it is sent."""
-
-    parts: Sequence[torch.Tensor]
-    num_rows: int
-    dtype: WireDtype
-    forward_s: float
-    idle_s: float
-    queue_s: float
+    #: Puts under way: which fill, and how many bytes of states it keeps alive.
+    tickets: dict[Ticket, tuple[FillId, int]] = field(default_factory=dict)
 
 
 class TeacherService:
@@ -119,13 +111,15 @@ class TeacherService:
                 max_rows=config.max_batch_tokens,
                 max_tokens=config.max_batch_tokens,
                 student_timeout_s=config.student_timeout_s,
-            )
+            ),
+            now_s=time.monotonic(),
         )
         self._head = model.head_info()
+        row_bytes = self._head.hidden_size * self._head.dtype.itemsize_bytes
+        self._max_unsent_bytes = MAX_UNSENT_PASSES * config.max_batch_tokens * row_bytes
         self._students: dict[str, Student] = {}
-        self._answers: dict[tuple[str, FillId], Answer] = {}
+        self._answers: dict[tuple[str, FillId], Parts] = {}
         self._actions: deque[TeacherAction] = deque()
-        self._idle_since_s = time.monotonic()
         self._closed = False
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
@@ -175,31 +169,30 @@ class TeacherService:
     def compute_turn(self) -> bool:
         """Run one forward pass over what is asked, if anything is; returns whether there was work."""
         with self._lock:
-            now_s = time.monotonic()
-            if self._closed or len(self._answers) >= MAX_UNSENT_PASSES and self._unsent_tokens_exceed():
+            if self._closed or self._unsent_bytes() >= self._max_unsent_bytes:
                 return False
-            batch = self._machine.next_batch(now_s=now_s, max_requests=1 if self._config.deterministic else None)
+            max_requests = 1 if self._config.deterministic else None
+            batch = self._machine.next_batch(now_s=time.monotonic(), max_requests=max_requests)
             self._actions.extend(batch.actions)
-            if not batch.work:
+            if batch.actions:
                 self._wake()
+            if not batch.work:
                 return bool(batch.actions)
-            idle_s = max(0.0, now_s - self._idle_since_s)
-        answers: list[Answer] = []
+        answers: list[Parts] = []
         error = ""
         try:
-            answers = self._answer(batch.work, idle_s=idle_s, start_s=now_s)
-        except (DisaggKDError, RuntimeError, ValueError) as failure:
+            answers = self._answer(batch)
+        except (DisaggKDError, RuntimeError, ValueError, MemoryError) as failure:
             # Whatever the model raised concerns this pass only: the students hear of it and decide.
             error = f"{type(failure).__name__}: {failure}"
             logger.warning("the forward pass failed: %s", error, exc_info=logger.isEnabledFor(logging.DEBUG))
         with self._lock:
             now_s = time.monotonic()
-            self._idle_since_s = now_s
             if error:
-                self._actions.extend(self._machine.failed(batch.work, error, now_s=now_s))
+                self._actions.extend(self._machine.failed(batch.work, error[:512], now_s=now_s))
             else:
-                for work, answer in zip(batch.work, answers, strict=True):
-                    self._answers[work.student, work.request.fill] = answer
+                keys = [(work.student, work.request.fill) for work in batch.work]
+                self._answers.update(zip(keys, answers, strict=True))
                 self._actions.extend(self._machine.computed(batch.work, now_s=now_s))
                 self._forget_unwanted()
             self._wake()
@@ -351,61 +344,49 @@ class TeacherService:
 
     # ---- fills ---------------------------------------------------------------------------------------------------
 
-    def _answer(self, work: Sequence[Work], *, idle_s: float, start_s: float) -> list[Answer]:
-        """One forward pass, or pieces of the head; the pass's idle time is counted on its first request."""
-        payloads = [w.request.payload for w in work]
-        tokens = [p for p in payloads if isinstance(p, TokenRequest)]
-        states = self._model.forward_requests(tokens, deterministic=self._config.deterministic) if tokens else []
-        forward_s = (time.monotonic() - start_s) / max(len(work), 1)
-        answers, remaining = [], iter(states)
-        for index, (item, payload) in enumerate(zip(work, payloads, strict=True)):
-            if isinstance(payload, HeadRequest):
-                piece = self._model.head_raw()[payload.offset : payload.offset + payload.num_bytes]
-                parts, num_rows = [piece], 0
-            else:
-                parts, num_rows = list(next(remaining)), payload.num_rows
-            answers.append(
-                Answer(
-                    parts=parts,
-                    num_rows=num_rows,
-                    dtype=self._head.dtype,
-                    forward_s=forward_s,
-                    idle_s=idle_s if index == 0 else 0.0,
-                    queue_s=max(0.0, start_s - item.received_s),
-                )
-            )
-        return answers
+    def _answer(self, batch: Batch) -> list[Parts]:
+        """One forward pass, or pieces of the head."""
+        if batch.kind is WorkKind.TOKENS:
+            payloads = [work.request.payload for work in batch.work]
+            tokens = [payload for payload in payloads if isinstance(payload, TokenRequest)]
+            return list(self._model.forward_requests(tokens, deterministic=self._config.deterministic))
+        raw = self._model.head_raw()
+        pieces = [work.request.payload for work in batch.work]
+        return [[raw[p.offset : p.offset + p.num_bytes]] for p in pieces if isinstance(p, HeadRequest)]
 
-    def _put(self, name: str, request: Request, now_s: float) -> None:
-        answer = self._answers.pop((name, request.fill))
-        student = self._students.get(name)
+    def _put(self, put: Put, now_s: float) -> None:
+        request = put.request
+        parts = self._answers.pop((put.student, request.fill))
+        student = self._students.get(put.student)
         if student is None or student.sender is None or student.offer is None:
             return
         crc = None
         if student.offer.crc:
             crc = 0
-            for part in answer.parts:
+            for part in parts:
                 crc = crc32c.crc32c(as_bytes(part), crc)
+        num_bytes = sum(part.numel() * part.element_size() for part in parts)
+        payload = request.payload
         header = FillHeader(
             student_epoch=student.hello.epoch,
             teacher_epoch=self._config.epoch,
             fingerprint=self._model.fingerprint,
             fill=request.fill,
-            num_rows=answer.num_rows,
-            dtype=answer.dtype,
-            num_bytes=sum(part.numel() * part.element_size() for part in answer.parts),
-            input_hash=request.payload.input_hash,
+            num_rows=payload.num_rows if isinstance(payload, TokenRequest) else 0,
+            dtype=self._head.dtype,
+            num_bytes=num_bytes,
+            input_hash=_computed_hash(payload),
             crc=crc,
-            forward_s=answer.forward_s,
-            queue_s=answer.queue_s,
-            idle_s=answer.idle_s,
+            forward_s=put.forward_s,
+            queue_s=put.queue_s,
+            idle_s=put.idle_s,
         )
         try:
-            ticket = student.sender.put(request.fill, header=codec.encode_header(header), parts=answer.parts)
+            ticket = student.sender.put(request.fill, header=codec.encode_header(header), parts=parts)
         except TransportError as error:
-            self._drop(name, str(error), now_s)
+            self._drop(put.student, str(error), now_s)
             return
-        student.tickets[ticket] = request.fill
+        student.tickets[ticket] = (request.fill, num_bytes)
 
     def _collect_sent(self, student: Student, now_s: float) -> bool:
         if student.sender is None:
@@ -415,18 +396,16 @@ class TeacherService:
             while tickets := student.sender.poll():
                 busy = True
                 for ticket in tickets:
-                    self._actions.extend(
-                        self._machine.sent(student.name, student.tickets.pop(ticket), now_s=now_s)
-                    )
+                    fill, _ = student.tickets.pop(ticket)
+                    self._actions.extend(self._machine.sent(student.name, fill, now_s=now_s))
         except TransportError as error:
             self._drop(student.name, str(error), now_s)
         return busy
 
-    def _unsent_tokens_exceed(self) -> bool:
-        """Whether the states that wait to be sent fill the passes that may wait."""
-        rows = sum(answer.num_rows for answer in self._answers.values())
-        rows += sum(len(s.tickets) for s in self._students.values())
-        return rows >= MAX_UNSENT_PASSES * self._config.max_batch_tokens
+    def _unsent_bytes(self) -> int:
+        """Bytes of states that wait for their turn to be sent, or are being sent."""
+        waiting = sum(part.nbytes for parts in self._answers.values() for part in parts)
+        return waiting + sum(size for s in self._students.values() for _, size in s.tickets.values())
 
     def _forget_unwanted(self) -> None:
         """Drop answers that nobody waits for: the student left, or it cancelled during the pass."""
@@ -437,8 +416,8 @@ class TeacherService:
         busy = bool(self._actions)
         while self._actions:
             match self._actions.popleft():
-                case Put(student=name, request=request):
-                    self._put(name, request, now_s)
+                case Put() as put:
+                    self._put(put, now_s)
                 case Refuse(student=name, fill=fill, code=code, message=message):
                     self._port.send(name, Refused(fill=fill, code=code, message=message[:512]))
                 case DropStudent(student=name, reason=reason):
@@ -448,3 +427,10 @@ class TeacherService:
     def _wake(self) -> None:
         if not self._closed:
             os.eventfd_write(self._wake_fd, 1)
+
+
+def _computed_hash(payload: Payload) -> bytes:
+    """The hash over what was computed from, not a copy of what the student claims it to be (R3)."""
+    if isinstance(payload, TokenRequest):
+        return input_hash(payload.token_ids, payload.doc_lengths, payload.row_ranges)
+    return payload.input_hash

@@ -1,0 +1,159 @@
+"""What a run tells about itself: a line per step in metrics.jsonl, a summary at the end, progress on the terminal.
+
+metrics.jsonl holds only the surviving lineage: a resumed run first truncates it to its checkpoint's step, so that
+reading the file gives each step once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from ring.core.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepMetrics:
+    """One optimizer step; docs/operations.md explains each field.
+
+    Losses are nats per counted row over the whole step: `loss = kd_weight * kd + ce_weight * lm_loss`. `seq_first`
+    and `seq_last` bound the step's microbatches, `position` counts the samples trained so far. `step_s` runs from the
+    end of one step to the end of the next, evaluation and checkpoints aside. `teacher_s`: the teachers' forward passes
+    for this step. `student_stall_s`: this process waited for fills; `teacher_stall_s`: teachers waited for requests
+    (both within this step). `ring_occupancy_frac`: filled slots over depth as the step began. `retries`: attempts
+    given up so far.
+    """
+
+    step: int
+    epoch: int
+    position: int
+    seq_first: int
+    seq_last: int
+    lm_loss: float
+    kd: float
+    loss: float
+    rows: int
+    samples: int
+    lr: float
+    grad_norm: float
+    tokens_per_s: float
+    step_s: float
+    teacher_s: float
+    student_stall_s: float
+    teacher_stall_s: float
+    ring_occupancy: float
+    bytes_received: int
+    retries: int
+    peak_rss_bytes: int
+
+
+def peak_rss_bytes() -> int:
+    """The most memory this process ever had resident."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+class MetricsFile:
+    """metrics.jsonl, appended a line at a time."""
+
+    def __init__(self, path: Path, *, resume_step: int) -> None:
+        """Keep the steps up to `resume_step` (0: start anew) and append from there.
+
+        Raises ConfigError: the file can't be written or holds something else than metrics."""
+        self._path = path
+        try:
+            kept = self._kept_lines(resume_step) if resume_step else []
+            aside = path.with_suffix(".jsonl.tmp")
+            aside.write_text("".join(kept))
+            os.replace(aside, path)
+            self._file: TextIO = path.open("a", buffering=1)
+        except OSError as error:
+            raise ConfigError(f"--out {path.parent}: {path.name} can't be written: {error.strerror}") from error
+
+    def _kept_lines(self, resume_step: int) -> list[str]:
+        if not self._path.exists():
+            return []
+        kept = []
+        for line in self._path.read_text().splitlines(keepends=True):
+            try:
+                step = json.loads(line)["step"]
+            except (ValueError, KeyError, TypeError):
+                # Torn by a crash in the middle of a write: everything from here on is after the checkpoint.
+                break
+            if step <= resume_step and line.endswith("\n"):
+                kept.append(line)
+        return kept
+
+    def write(self, record: StepMetrics | Mapping[str, object]) -> None:
+        """Append one line; it is in the kernel when this returns."""
+        fields = asdict(record) if isinstance(record, StepMetrics) else record
+        self._file.write(json.dumps(fields) + "\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def write_summary(path: Path, summary: Mapping[str, object]) -> None:
+    """summary.json, whole or not at all."""
+    aside = path.with_suffix(".json.tmp")
+    aside.write_text(json.dumps(summary, indent=2, default=str) + "\n")
+    os.replace(aside, path)
+
+
+class Reporter:
+    """Progress: a bar on a terminal, about twenty plain lines elsewhere. A context manager."""
+
+    PLAIN_LINES = 20
+
+    def __init__(self, *, num_steps: int, first_step: int) -> None:
+        self._num_steps = num_steps
+        self._every = max(1, num_steps // self.PLAIN_LINES)
+        self._first = first_step
+        self._progress: Progress | None = None
+        self._task: TaskID | None = None
+        if sys.stdout.isatty():
+            self._progress = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeRemainingColumn(),
+                TextColumn("{task.fields[note]}"),
+                console=Console(file=sys.stdout),
+            )
+            self._task = self._progress.add_task("training", total=num_steps, completed=first_step, note="")
+
+    def __enter__(self) -> Reporter:
+        if self._progress is not None:
+            self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+
+    def step(self, metrics: StepMetrics) -> None:
+        note = (
+            f"lm {metrics.lm_loss:.4f}  kd {metrics.kd:.4f}  {metrics.tokens_per_s:,.0f} tokens/s  "
+            f"stall {metrics.student_stall_s / max(metrics.step_s, 1e-9):.0%}"
+        )
+        if self._progress is not None and self._task is not None:
+            self._progress.update(self._task, completed=metrics.step, note=note)
+        elif metrics.step % self._every == 0 or metrics.step in (self._first + 1, self._num_steps):
+            print(f"step {metrics.step}/{self._num_steps}  {note}", flush=True)
+
+    def say(self, text: str) -> None:
+        if self._progress is not None:
+            self._progress.console.print(text, highlight=False)
+        else:
+            print(text, flush=True)
