@@ -1,0 +1,130 @@
+"""Which backends there are, which of them can run here, and which one a channel uses.
+
+A new backend is one module with the functions of `transport.contract.Backend` and one line in `ENTRIES`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import os
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from ring.core.errors import ConfigError
+from transport.contract import Backend
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One backend. `same_process`: only for a teacher inside the student's process, so `auto` between processes and
+    handshakes leave it out."""
+
+    name: str
+    module: str
+    same_process: bool = False
+
+
+#: Best first.
+ENTRIES = (
+    Entry(name="local", module="transport.local", same_process=True),
+    Entry(name="shm", module="transport.shm"),
+)
+
+if TYPE_CHECKING:  # the type checker compares each module with the protocol, which `load` can't
+    from transport import local, shm
+
+    _checked: tuple[Backend, ...] = (local, shm)
+
+
+def names(*, same_process: bool = False) -> tuple[str, ...]:
+    """The registered backends, best first; with `same_process` those that need one process too."""
+    return tuple(entry.name for entry in ENTRIES if same_process or not entry.same_process)
+
+
+def available(*, same_process: bool = False) -> tuple[str, ...]:
+    """Those of `names` that can run here: what a handshake offers."""
+    return tuple(name for name in names(same_process=same_process) if unavailable(name) is None)
+
+
+def load(name: str) -> Backend:
+    """The backend of that name. Raises ConfigError: there is none, or something it needs is missing."""
+    backend = _module(name)
+    reason = backend.unavailable()
+    if reason is not None:
+        raise ConfigError(f"transport {name!r} was asked for and can't run here: {reason}")
+    return backend
+
+
+def unavailable(name: str) -> str | None:
+    """None: it can run here; else what is missing and what to install. Raises ConfigError: no such backend."""
+    return _module(name).unavailable()
+
+
+def choose(
+    requested: str, *, student_backends: Sequence[str], teacher_backends: Sequence[str], same_host: bool
+) -> tuple[str, str]:
+    """(backend, why this one) for a channel between two sides that offered these backends.
+
+    Raises ConfigError: the requested one can't be used by both, or `auto` finds none."""
+    if requested != AUTO:
+        _entry(requested)
+        rejection = _why_not(requested, student_backends, teacher_backends, same_host=same_host)
+        if rejection is not None:
+            raise ConfigError(f"transport {requested!r} was asked for, but {rejection}")
+        return requested, "it was asked for"
+    rejections: list[str] = []
+    for entry in ENTRIES:
+        rejection = _why_not(entry.name, student_backends, teacher_backends, same_host=same_host)
+        if rejection is None:
+            return entry.name, f"auto: the best that both sides can do{''.join(f'; not {r}' for r in rejections)}"
+        if not entry.same_process:
+            rejections.append(f"{entry.name} ({rejection})")
+    raise ConfigError(f"transport auto found none that both sides can do: not {', not '.join(rejections)}")
+
+
+def host_id() -> str:
+    """Equal on both sides exactly if a same-host backend works between them.
+
+    That takes one kernel (its boot id), the same view of the socket's path (mount namespace), process ids that mean
+    the same (pid namespace), and one user (the socket is private). Two containers of one machine therefore differ,
+    even if they share a volume. The ipc namespace is left out: memfds and unix sockets don't belong to one.
+    """
+    try:
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        namespaces = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("mnt", "pid", "user")]
+    except OSError:
+        return f"unknown-{uuid.uuid4().hex}"  # shares with nobody
+    whole = "\n".join([boot_id, *namespaces, str(os.getuid())])
+    return hashlib.sha256(whole.encode()).hexdigest()[:32]
+
+
+def _why_not(
+    name: str, student_backends: Sequence[str], teacher_backends: Sequence[str], *, same_host: bool
+) -> str | None:
+    for side, backends in (("student", student_backends), ("teacher", teacher_backends)):
+        if name not in backends:
+            missing_here = unavailable(name)
+            hint = f" (here: {missing_here})" if missing_here else ""
+            return f"the {side} can't use it: it has {', '.join(backends) or 'none'}{hint}"
+    if not same_host and _module(name).capabilities().same_host_only:
+        return "the two sides are not on the same host as the same user, or are in different containers"
+    return None
+
+
+def _entry(name: str) -> Entry:
+    for entry in ENTRIES:
+        if entry.name == name:
+            return entry
+    known = ", ".join(entry.name for entry in ENTRIES)
+    usable = ", ".join(available(same_process=True))
+    raise ConfigError(f"no transport is called {name!r}; allowed: {AUTO}, {known}; installed: {usable}")
+
+
+def _module(name: str) -> Backend:
+    return cast(Backend, importlib.import_module(_entry(name).module))
