@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -39,6 +39,7 @@ from ring.core.messages import (
     Ping,
     Pong,
     Ready,
+    RefusalCode,
     Refused,
     Request,
     TokenRequest,
@@ -51,9 +52,10 @@ from ring.core.teacher import (
     Refuse,
     TeacherAction,
     TeacherMachine,
+    Work,
     WorkKind,
 )
-from teacher.load import TeacherModel
+from teacher.forward import TeacherModel
 from transport.contract import Sender, Ticket
 from transport.memory import as_bytes
 from transport.registry import host_id, load
@@ -178,25 +180,27 @@ class TeacherService:
                 self._wake()
             if not batch.work:
                 return bool(batch.actions)
-        answers: list[Parts] = []
-        error = ""
+        pending = list(batch.work)
         try:
-            answers = self._answer(batch)
+            for work, parts in self._answer(batch):
+                pending.remove(work)
+                self._hand_over(work, parts)
         except (DisaggKDError, RuntimeError, ValueError, MemoryError) as failure:
             # Whatever the model raised concerns this pass only: the students hear of it and decide.
             error = f"{type(failure).__name__}: {failure}"
             logger.warning("the forward pass failed: %s", error, exc_info=logger.isEnabledFor(logging.DEBUG))
-        with self._lock:
-            now_s = time.monotonic()
-            if error:
-                self._actions.extend(self._machine.failed(batch.work, error[:512], now_s=now_s))
-            else:
-                keys = [(work.student, work.request.fill) for work in batch.work]
-                self._answers.update(zip(keys, answers, strict=True))
-                self._actions.extend(self._machine.computed(batch.work, now_s=now_s))
-                self._forget_unwanted()
-            self._wake()
+            with self._lock:
+                self._actions.extend(self._machine.failed(pending, error[:512], now_s=time.monotonic()))
+                self._wake()
         return True
+
+    def _hand_over(self, work: Work, parts: Parts) -> None:
+        """Give one answer to the I/O side, which may send it while the pass's other requests are computed."""
+        with self._lock:
+            self._answers[work.student, work.request.fill] = parts
+            self._actions.extend(self._machine.computed([work], now_s=time.monotonic()))
+            self._forget_unwanted()
+            self._wake()
 
     # ---- life ----------------------------------------------------------------------------------------------------
 
@@ -277,7 +281,7 @@ class TeacherService:
                 model=self._model.name,
                 head=self._head,
                 token_map_hash=self._model.token_map_hash,
-                wire_dtypes=(self._head.dtype,),
+                wire_dtypes=self._model.wire_dtypes,
                 max_rows=self._config.max_batch_tokens,
                 max_tokens=self._config.max_batch_tokens,
                 host_id=host_id(),
@@ -300,8 +304,9 @@ class TeacherService:
     def _open(self, student: Student, offer: Offer, now_s: float) -> None:
         if offer.backend not in self._config.backends:
             raise RemoteProtocolError(f"transport {offer.backend!r}; allowed: {', '.join(self._config.backends)}")
-        if offer.wire_dtype is not self._head.dtype:
-            raise RemoteProtocolError(f"wire dtype {offer.wire_dtype.value}; allowed: {self._head.dtype.value}")
+        if offer.wire_dtype not in self._model.wire_dtypes:
+            allowed = ", ".join(dtype.value for dtype in self._model.wire_dtypes)
+            raise RemoteProtocolError(f"wire dtype {offer.wire_dtype.value}; allowed: {allowed}")
         student.offer = offer
         student.sender = load(offer.backend).open_sender(
             offer.description, num_slots=offer.num_slots, slot_bytes=offer.slot_bytes, timeout_s=OPEN_TIMEOUT_S
@@ -321,13 +326,17 @@ class TeacherService:
         self._port.send(student.name, Ready())
 
     def _request(self, student: Student, request: Request, now_s: float) -> None:
-        if isinstance(request.payload, TokenRequest):
-            self._model.check_request(request.payload)
-        elif request.payload.offset + request.payload.num_bytes > self._head.num_bytes:
-            raise RemoteProtocolError(
-                f"head bytes up to {request.payload.offset + request.payload.num_bytes}; "
-                f"the head has {self._head.num_bytes}"
-            )
+        payload = request.payload
+        try:
+            if isinstance(payload, TokenRequest):
+                self._model.check_request(payload, max_batch_tokens=self._config.max_batch_tokens)
+            else:
+                self._model.head_piece(payload)
+        except RemoteProtocolError as error:
+            # Refused alone: the student's other requests are none the worse for it.
+            refusal = Refuse(student.name, request.fill, RefusalCode.INVALID, str(error))
+            self._actions.append(refusal)
+            return
         self._actions.extend(self._machine.request(student.name, request, now_s=now_s))
 
     def _drop(self, name: str, reason: str, now_s: float, *, say: bool = True) -> None:
@@ -344,15 +353,28 @@ class TeacherService:
 
     # ---- fills ---------------------------------------------------------------------------------------------------
 
-    def _answer(self, batch: Batch) -> list[Parts]:
-        """One forward pass, or pieces of the head."""
-        if batch.kind is WorkKind.TOKENS:
-            payloads = [work.request.payload for work in batch.work]
-            tokens = [payload for payload in payloads if isinstance(payload, TokenRequest)]
-            return list(self._model.forward_requests(tokens, deterministic=self._config.deterministic))
-        raw = self._model.head_raw()
-        pieces = [work.request.payload for work in batch.work]
-        return [[raw[p.offset : p.offset + p.num_bytes]] for p in pieces if isinstance(p, HeadRequest)]
+    def _answer(self, batch: Batch) -> Iterator[tuple[Work, Parts]]:
+        """One forward pass (several, where its requests don't fit into one), or pieces of the head."""
+        if batch.kind is WorkKind.HEAD:
+            for work in batch.work:
+                assert isinstance(work.request.payload, HeadRequest)
+                yield work, self._model.head_piece(work.request.payload)
+            return
+        payloads = [work.request.payload for work in batch.work]
+        answers = self._model.iter_forward(
+            [payload for payload in payloads if isinstance(payload, TokenRequest)],
+            wire_dtypes=[self._wire_dtype_of(work.student) for work in batch.work],
+            max_batch_tokens=self._config.max_batch_tokens,
+            deterministic=self._config.deterministic,
+        )
+        for index, pieces in answers:
+            yield batch.work[index], pieces
+
+    def _wire_dtype_of(self, name: str) -> WireDtype:
+        with self._lock:
+            student = self._students.get(name)
+            # A student that left meanwhile: its answer is thrown away, in whatever dtype.
+            return self._head.dtype if student is None or student.offer is None else student.offer.wire_dtype
 
     def _put(self, put: Put, now_s: float) -> None:
         request = put.request
@@ -373,7 +395,7 @@ class TeacherService:
             fingerprint=self._model.fingerprint,
             fill=request.fill,
             num_rows=payload.num_rows if isinstance(payload, TokenRequest) else 0,
-            dtype=self._head.dtype,
+            dtype=student.offer.wire_dtype if isinstance(payload, TokenRequest) else self._head.dtype,
             num_bytes=num_bytes,
             input_hash=_computed_hash(payload),
             crc=crc,

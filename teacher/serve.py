@@ -1,0 +1,198 @@
+"""`python -m teacher.serve`: a teacher replica as a process.
+
+Two threads: this one runs forward passes, the other talks to students. It prints one `ready` line when students may
+connect, and drains on SIGTERM or SIGINT: what it holds is still answered, new requests are refused, exit 0.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+from typing import Literal
+
+import torch
+import zmq
+
+from ring.command import describe, flag, parse, run, set_up_logging
+from ring.control import ZmqPort, check_exposure
+from ring.core.errors import ConfigError
+from teacher.forward import fix_kernels
+from teacher.load import load_teacher
+from teacher.service import ServiceConfig, TeacherService
+from transport import registry
+
+logger = logging.getLogger(__name__)
+
+PROG = "teacher.serve"
+#: What `make demo` leaves; the bare command serves it.
+DEMO_MODEL = Path("runs/demo/teacher")
+#: A drain that takes longer than this is given up: a student that does not read must not keep the process.
+DRAIN_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeConfig:
+    """Raises ConfigError on construction: a value out of its range."""
+
+    model: str | None = flag(None, "Hugging Face causal LM: a directory or hub id", metavar="DIR|ID")
+    listen: str = flag("tcp://127.0.0.1:5555", "where students connect; port * picks a free one", metavar="TCP")
+    transport: str = flag("auto", "how states travel: auto (whatever the student asks for) or one by name (shm, zmq)")
+    dtype: Literal["auto", "bf16", "fp16", "fp32", "fp64"] = flag("auto", "of the weights; auto is the checkpoint's")
+    device: str = flag("cpu", "where the model runs")
+    max_batch_tokens: int = flag(16384, "tokens of one forward pass, padding included; also a request's limit")
+    max_students: int = flag(64, "students served at one time")
+    student_timeout: float = flag(60.0, "seconds of silence after which a student is dropped", metavar="S")
+    replica: str = flag("", "name shown to students; default: host and process id")
+    ready_file: str | None = flag(None, "file that receives the endpoint once students may connect", metavar="FILE")
+    insecure: bool = flag(False, "allow --listen beyond this machine, though nothing is authenticated or encrypted")
+    threads: int = flag(0, "CPU threads of this process; 0 leaves the library's choice")
+    deterministic: bool = flag(False, "one request a forward pass, fixed threads, deterministic kernels")
+    debug: bool = flag(False, "log more, and print tracebacks")
+
+    def __post_init__(self) -> None:
+        for name in ("max_batch_tokens", "max_students"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"--{name.replace('_', '-')} must be >= 1, got {getattr(self, name)}")
+        if self.threads < 0:
+            raise ConfigError(f"--threads must be >= 0, got {self.threads}")
+        if not 0 < self.student_timeout < float("inf"):
+            raise ConfigError(f"--student-timeout must be > 0, got {self.student_timeout}")
+
+
+def with_demo_model(config: ServeConfig) -> ServeConfig:
+    """The bare command serves the demo's teacher. Raises ConfigError: no --model, and no demo."""
+    if config.model is not None:
+        return config
+    if not DEMO_MODEL.exists():
+        raise ConfigError(f"--model not given, and there is no {DEMO_MODEL}: give --model DIR|ID, or run `make demo`")
+    return replace(config, model=str(DEMO_MODEL))
+
+
+def serve(config: ServeConfig) -> None:
+    """Serve until SIGTERM or SIGINT. Raises ConfigError: the model, the port or the transport is not to be had."""
+    assert config.model is not None
+    check_exposure(config.listen, flag="--listen", insecure=config.insecure)
+    backends = registry.available()
+    if config.transport != registry.AUTO:
+        registry.load(config.transport)
+        backends = (config.transport,)
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    if config.deterministic:
+        fix_kernels(num_threads=config.threads or torch.get_num_threads())
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    # Bound before the model is loaded: a port in use is said at once, and early students wait instead of failing.
+    port = ZmqPort(context, config.listen)
+    try:
+        model = load_teacher(config.model, dtype=config.dtype, device=config.device)
+        service = TeacherService(
+            model,
+            port,
+            ServiceConfig(
+                replica=config.replica or f"{socket.gethostname()}-{os.getpid()}",
+                backends=backends,
+                epoch=secrets.token_hex(8),
+                max_batch_tokens=config.max_batch_tokens,
+                max_students=config.max_students,
+                student_timeout_s=config.student_timeout,
+                deterministic=config.deterministic,
+            ),
+        )
+        _announce(config, port.endpoint, f"model={model.name} fingerprint={model.fingerprint} transport={backends}")
+        _run(service)
+        service.close()
+    finally:
+        port.close()
+        context.term()
+
+
+def _announce(config: ServeConfig, endpoint: str, facts: str) -> None:
+    print(f"ready {endpoint} {facts}", flush=True)
+    if config.ready_file is not None:
+        target = Path(config.ready_file)
+        aside = target.with_name(target.name + ".tmp")
+        try:
+            aside.write_text(endpoint + "\n")
+            os.replace(aside, target)
+        except OSError as error:
+            raise ConfigError(f"--ready-file {target} can't be written: {error.strerror}") from error
+
+
+def _run(service: TeacherService) -> None:
+    """Both threads, until a signal asks for the end and everything held is answered."""
+    stop = threading.Event()
+    failures: list[BaseException] = []
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        stop.set()
+
+    before = {number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+    done = threading.Event()
+    io_thread = threading.Thread(target=_talk, args=(service, done, failures), name="teacher-io", daemon=True)
+    io_thread.start()
+    try:
+        while not stop.is_set() and not failures:
+            if not service.compute_turn():
+                service.wait_for_work(timeout_s=0.5)
+        logger.info("draining")
+        service.drain()
+        give_up_s = time.monotonic() + DRAIN_TIMEOUT_S
+        while not service.drained and not failures and time.monotonic() < give_up_s:
+            if not service.compute_turn():
+                service.wait_for_work(timeout_s=0.05)
+    finally:
+        done.set()
+        io_thread.join()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if failures:
+        raise failures[0]
+
+
+def _talk(service: TeacherService, done: threading.Event, failures: list[BaseException]) -> None:
+    """The I/O thread: everything but the forward passes."""
+    try:
+        while not done.is_set():
+            if service.io_turn():
+                continue
+            poller = select.poll()
+            for fd in service.wait_fds():
+                poller.register(fd, select.POLLIN)
+            deadline_s = service.next_deadline_s()
+            left_s = 0.5 if deadline_s is None else min(0.5, max(0.0, deadline_s - time.monotonic()))
+            poller.poll(left_s * 1e3 + 1)
+            service.acknowledge_wake()
+    except BaseException as error:  # noqa: BLE001 - handed to the main thread, which raises it
+        failures.append(error)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; returns its exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in arguments
+
+    def command() -> None:
+        config = with_demo_model(parse(ServeConfig, arguments, prog=PROG, description=(__doc__ or "").split("\n")[0]))
+        set_up_logging(debug=config.debug)
+        print(f"{PROG}\n{describe(config)}", file=sys.stderr, flush=True)
+        serve(config)
+
+    with suppress(BrokenPipeError):
+        return run(command, prog=PROG, debug=debug)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
