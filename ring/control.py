@@ -14,6 +14,7 @@ import ipaddress
 import os
 import re
 import secrets
+import socket
 import threading
 from collections import deque
 from typing import Protocol
@@ -22,7 +23,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from ring.core.codec import MAX_FRAME_BYTES, decode, encode
-from ring.core.errors import ConfigError, PeerLost, RemoteProtocolError, TransportClosed
+from ring.core.errors import ConfigError, PeerLost, RemoteProtocolError, TransportClosed, TransportError
 from ring.core.messages import Message
 
 #: Control frames queued for one peer; more means that it does not read, and sending to it fails.
@@ -38,6 +39,9 @@ class ControlLink(Protocol):
     @property
     def name(self) -> str:
         """The endpoint, as the user wrote it."""
+
+    def local_host(self) -> str:
+        """The address of this machine that the replica reaches it at. Raises TransportError: there is no route."""
 
     def send(self, message: Message) -> None:
         """Queue a message. Raises PeerLost: the replica takes no more. Raises TransportClosed."""
@@ -92,6 +96,20 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+def address_towards(endpoint: str) -> str:
+    """The local address from which this machine would send to the endpoint. Raises TransportError: there is no route."""
+    host, port = parse_endpoint(endpoint, flag="--teacher")
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
+        # Connecting a datagram socket sends nothing; it only asks the routing table.
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)
+            local = str(probe.getsockname()[0])
+    except OSError as error:
+        raise TransportError(f"{endpoint}: no route to it: {error}") from error
+    return f"[{local}]" if ":" in local else local
+
+
 def check_exposure(endpoint: str, *, flag: str, insecure: bool) -> None:
     """Refuse an address that others can reach unless the user accepts that nothing is authenticated or encrypted.
 
@@ -129,6 +147,9 @@ class ZmqLink:
     def name(self) -> str:
         return self._name
 
+    def local_host(self) -> str:
+        return address_towards(self._name)
+
     def send(self, message: Message) -> None:
         self._check_open()
         try:
@@ -158,7 +179,7 @@ class ZmqLink:
     def wait_fds(self) -> tuple[int, ...]:
         if self._closed:
             return ()
-        return (self._socket.getsockopt(zmq.FD), self._monitor.getsockopt(zmq.FD))
+        return (_fd(self._socket), _fd(self._monitor))
 
     def close(self) -> None:
         if self._closed:
@@ -217,12 +238,16 @@ class ZmqPort:
             return student, error
 
     def wait_fds(self) -> tuple[int, ...]:
-        return () if self._closed else (self._socket.getsockopt(zmq.FD),)
+        return () if self._closed else (_fd(self._socket),)
 
     def close(self) -> None:
         if not self._closed:
             self._closed = True
             self._socket.close(linger=LINGER_MS)
+
+
+def _fd(socket: zmq.Socket[bytes]) -> int:
+    return int(socket.getsockopt(zmq.FD))
 
 
 def _bound_socket(socket: zmq.Socket[bytes]) -> None:
@@ -285,6 +310,9 @@ class LocalLink:
     @property
     def name(self) -> str:
         return "local"
+
+    def local_host(self) -> str:
+        return "127.0.0.1"
 
     def send(self, message: Message) -> None:
         if not self._outbox.push(message):

@@ -14,6 +14,7 @@ from ring.core.config import Expectation
 from ring.core.errors import RemoteProtocolError
 from ring.core.messages import HeadInfo, HeadRequest
 from ring.prefetch import TORCH_DTYPES, Ring
+from transport.memory import as_bytes
 
 
 def fetch_head(ring: Ring) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -23,7 +24,7 @@ def fetch_head(ring: Ring) -> tuple[torch.Tensor, torch.Tensor | None]:
     what the teacher announced. Raises TeacherLost."""
     head, slot_bytes = ring.welcome.head, ring.slot_bytes
     whole = torch.empty(head.num_bytes, dtype=torch.uint8)
-    target = memoryview(whole.numpy())
+    target = as_bytes(whole)
     offsets = range(0, head.num_bytes, slot_bytes)
     asked = 0
     for offset in offsets:

@@ -63,11 +63,12 @@ LinkOpener = Callable[[], ControlLink]
 
 @dataclass(frozen=True, kw_only=True)
 class ChannelOptions:
-    """How data channels are opened. crc: None = where the backend advises it. bind_host: for listening backends."""
+    """How data channels are opened. crc: None = where the backend advises it. bind_host: for listening backends;
+    None = the address from which this machine reaches the replica."""
 
     transport: str = "auto"
     crc: bool | None = None
-    bind_host: str = "127.0.0.1"
+    bind_host: str | None = None
 
 
 @dataclass(kw_only=True)

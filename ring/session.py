@@ -80,11 +80,12 @@ class Session:
         return message
 
     def offer(
-        self, arena: SlotArena, *, transport: str, wire_dtype: WireDtype, crc: bool | None, bind_host: str
+        self, arena: SlotArena, *, transport: str, wire_dtype: WireDtype, crc: bool | None, bind_host: str | None
     ) -> str:
         """Open the data channel and offer the slots; returns why this backend was chosen.
 
-        crc: None = as the backend advises. Raises ConfigError: no backend that both sides can do."""
+        crc: None = as the backend advises. bind_host: None = as this machine reaches the replica.
+        Raises ConfigError: no backend that both sides can do."""
         assert self.welcome is not None
         same_host = self._hello.host_id == self.welcome.host_id
         self.backend, reason = choose(
@@ -95,7 +96,7 @@ class Session:
         )
         backend: Backend = load(self.backend)
         self.crc = backend.capabilities().crc_by_default if crc is None else crc
-        self._receiver = backend.open_receiver(arena, bind_host=bind_host)
+        self._receiver = backend.open_receiver(arena, bind_host=bind_host or self.link.local_host())
         self.link.send(
             Offer(
                 backend=self.backend,

@@ -81,6 +81,7 @@ class TrainConfig:
     poison_released: bool = flag(False, "debug: overwrite released slots with NaN")
 
     seed: int = flag(0, "data order and random weights")
+    device: str = flag("auto", "where the student is trained: cpu, cuda, cuda:N; auto: cuda where there is one")
     threads: int = flag(0, "CPU threads of this process; 0 leaves the library's choice")
     deterministic: bool = flag(False, "bit-identical reruns: deterministic kernels, fixed threads")
     out: str = flag("runs/train", "directory of metrics, checkpoints and the final model", metavar="DIR")
@@ -116,6 +117,11 @@ class TrainConfig:
     def endpoints(self) -> tuple[str, ...]:
         """--teacher, split at commas: both `a,b` and `a b` name two replicas."""
         return tuple(part for item in self.teacher for part in item.split(",") if part)
+
+    @property
+    def shown_name(self) -> str:
+        """The run's name in replicas' logs."""
+        return self.run_name or Path(self.out).name
 
 
 def _require(config: TrainConfig, name: str, holds: bool, allowed: str) -> None:

@@ -1,0 +1,1 @@
+"""`python -m student.train`: the trainer. The only part of `student` that knows the ring."""

@@ -1,0 +1,32 @@
+"""`python -m student.train`: distils a teacher into a student, or trains it on labels alone (--kd-weight 0)."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from ring.command import describe, parse, run, set_up_logging
+from student.config import TrainConfig, with_demo_defaults
+
+PROG = "student.train"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; returns its exit code: 0 trained all, 2 bad usage, 3 teacher lost, 128 + signal, 1 otherwise."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in arguments
+
+    def command() -> None:
+        config = with_demo_defaults(parse(TrainConfig, arguments, prog=PROG, description=__doc__ or ""))
+        set_up_logging(debug=config.debug)
+        print(f"{PROG}\n{describe(config)}", file=sys.stderr, flush=True)
+        # Only now: `--help` and a wrong flag are answered without loading torch.
+        from student.train.run import train
+
+        train(config)
+
+    return run(command, prog=PROG, debug=debug)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

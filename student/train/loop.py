@@ -1,0 +1,246 @@
+"""The training loop: steps over a feed, metrics, evaluation, checkpoints, and an orderly end whatever happens."""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+
+import torch
+
+from ring.core.errors import DisaggKDError, TeacherLost
+from ring.prefetch import Ring
+from student.data import MicroBatchPlan, PlannedStep, TokenDataset, sequential_microbatches
+from student.metrics import MetricsFile, Reporter, StepMetrics, peak_rss_bytes
+from student.model import DistilledStudent, evaluate
+from student.optim import Schedule, StudentOptimizer, clip_gradients
+from student.train.feed import Feed
+
+
+class Interrupted(DisaggKDError):
+    """A signal asked for the end; the step under way was finished and a checkpoint written."""
+
+    def __init__(self, number: int, step: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(number).name} after step {step}; --resume goes on from there")
+        self.exit_code = 128 + number
+
+
+class Diverged(DisaggKDError):
+    """The gradient is not finite; the step was not taken."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopSettings:
+    """clip_norm: None only measures. *_every: steps; 0 = never between start and end. eval_samples: None = all."""
+
+    batch_size: int
+    clip_norm: float | None
+    checkpoint_every: int
+    eval_every: int
+    eval_samples: int | None
+    pad_id: int
+    device: torch.device
+
+
+@dataclass(kw_only=True)
+class Progress:
+    """Where the run is: the last step taken, and the position that a checkpoint of it stores."""
+
+    step: int
+    position: int
+    samples: int = 0
+    rows: int = 0
+
+
+@dataclass(frozen=True)
+class RingTotals:
+    """Running sums of the ring that steps report differences of. Zeros without a ring."""
+
+    student_stall_s: float = 0.0
+    teacher_stall_s: float = 0.0
+    bytes_received: int = 0
+    retries: int = 0
+    occupancy: int = 0
+
+    @classmethod
+    def of(cls, ring: Ring | None) -> RingTotals:
+        if ring is None:
+            return cls()
+        now = ring.stats()
+        machine = now.machine
+        occupancy = machine.num_filled + machine.num_leased
+        return cls(now.student_stall_s, machine.teacher_stall_s, machine.bytes_received, machine.retries, occupancy)
+
+
+class Loop:
+    """Trains from `progress` to the end of the plan."""
+
+    def __init__(
+        self,
+        *,
+        module: DistilledStudent,
+        optimizer: StudentOptimizer,
+        schedule: Schedule,
+        plan: MicroBatchPlan,
+        feed: Feed,
+        ring: Ring | None,
+        eval_data: TokenDataset | None,
+        settings: LoopSettings,
+        progress: Progress,
+        save: Callable[[Progress], None],
+        step_file: MetricsFile,
+        eval_file: MetricsFile,
+    ) -> None:
+        """save: writes a checkpoint of the present state."""
+        self._module = module
+        self._optimizer = optimizer
+        self._schedule = schedule
+        self._plan = plan
+        self._feed = feed
+        self._ring = ring
+        self._eval_data = eval_data
+        self._settings = settings
+        self._save = save
+        self._step_file = step_file
+        self._eval_file = eval_file
+        self._saved_step = progress.step
+        self._evaluated_step = -1
+        self._stop_signal = 0
+        self.progress = progress
+        self.eval_losses: dict[int, float] = {}
+
+    def run(self) -> None:
+        """Raises TeacherLost, Interrupted, Diverged: a checkpoint of the last step taken is there."""
+        num_steps = self._plan.num_steps
+        with self._signals(), Reporter(num_steps=num_steps, first_step=self.progress.step) as reporter:
+            if self.progress.step == 0:
+                self._evaluate(reporter)
+            started_s = time.monotonic()
+            for planned in self._plan.steps(self.progress.position):
+                before = RingTotals.of(self._ring)
+                try:
+                    metrics = self._step(planned, before, started_s)
+                except (TeacherLost, Diverged):
+                    self._checkpoint()
+                    raise
+                self._step_file.write(metrics)
+                reporter.step(metrics)
+                self._between_steps(reporter)
+                started_s = time.monotonic()
+            self._evaluate(reporter)
+            self._checkpoint()
+
+    def _step(self, planned: PlannedStep, before: RingTotals, started_s: float) -> StepMetrics:
+        """One optimizer step. An exception leaves weights and optimizer as the last step made them."""
+        device = self._settings.device
+        parts = torch.zeros(3, dtype=torch.float64, device=device)
+        forward_before_s = self._feed.counts.forward_s
+        self._optimizer.zero_grad()
+        seqs = [batch.seq for batch in planned.microbatches if batch.seq is not None]
+        tokens = 0
+        for _ in planned.microbatches:
+            batch = self._feed.next()
+            tokens += batch.num_tokens
+            with self._feed.states(batch) as states:
+                out = self._module(
+                    **batch.inputs(device), teacher_hidden=self._on_device(states), num_rows=planned.num_rows
+                )
+                out.loss.backward()
+            parts += torch.stack([out.loss.detach(), out.kd, out.ce]).double()
+        norm = float(clip_gradients(self._module.parameters(), max_norm=self._settings.clip_norm))
+        if not math.isfinite(norm):
+            self._optimizer.zero_grad()
+            raise Diverged(
+                f"step {planned.step}: the gradient norm is {norm}; the step was not taken: lower --lr, or look at the "
+                f"data of samples {planned.sample_ids[:8].tolist()}"
+            )
+        lr = self._schedule.lr_at(planned.step)
+        self._optimizer.step(lr=lr)
+        progress = self.progress
+        progress.step, progress.position = planned.step, planned.next_position
+        progress.samples += len(planned.sample_ids)
+        progress.rows += planned.num_rows
+        loss, kd, ce = parts.tolist()
+        step_s = time.monotonic() - started_s
+        after = RingTotals.of(self._ring)
+        return StepMetrics(
+            step=planned.step,
+            epoch=planned.epoch,
+            position=planned.next_position,
+            seq_first=min(seqs, default=-1),
+            seq_last=max(seqs, default=-1),
+            lm_loss=ce,
+            kd=kd,
+            loss=loss,
+            rows=planned.num_rows,
+            samples=len(planned.sample_ids),
+            lr=lr,
+            grad_norm=norm,
+            tokens_per_s=tokens / step_s,
+            step_s=step_s,
+            teacher_s=self._feed.counts.forward_s - forward_before_s,
+            student_stall_s=after.student_stall_s - before.student_stall_s,
+            teacher_stall_s=after.teacher_stall_s - before.teacher_stall_s,
+            ring_occupancy=before.occupancy,
+            bytes_received=after.bytes_received,
+            retries=after.retries,
+            peak_rss_bytes=peak_rss_bytes(),
+        )
+
+    def _on_device(self, states: torch.Tensor | None) -> torch.Tensor | None:
+        """The states where the loss runs; on the CPU they are read in place. A microbatch without rows has none."""
+        if states is not None:
+            return states.to(self._settings.device, non_blocking=True)
+        weight = self._module.teacher_weight
+        return None if weight is None else weight.new_empty(0, weight.shape[1])
+
+    def _between_steps(self, reporter: Reporter) -> None:
+        step, settings = self.progress.step, self._settings
+        if settings.eval_every and step % settings.eval_every == 0:
+            self._evaluate(reporter)
+        if settings.checkpoint_every and step % settings.checkpoint_every == 0:
+            self._checkpoint()
+        if self._stop_signal:
+            self._checkpoint()
+            raise Interrupted(self._stop_signal, step)
+
+    def _evaluate(self, reporter: Reporter) -> None:
+        step, settings = self.progress.step, self._settings
+        if self._eval_data is None or step == self._evaluated_step:
+            return
+        self._evaluated_step = step
+        batches = sequential_microbatches(
+            self._eval_data,
+            batch_size=settings.batch_size,
+            pad_id=settings.pad_id,
+            max_samples=settings.eval_samples,
+        )
+        result = evaluate(self._module, batches, device=settings.device)
+        self.eval_losses[step] = result.nats_per_row
+        self._eval_file.write({"step": step, "eval_loss": result.nats_per_row, "rows": result.num_rows})
+        reporter.say(f"step {step}: held-out loss {result.nats_per_row:.4f} nats/token over {result.num_rows} tokens")
+
+    def _checkpoint(self) -> None:
+        if self._saved_step != self.progress.step:
+            self._save(self.progress)
+            self._saved_step = self.progress.step
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        """SIGTERM and SIGINT end the run after the step under way; the second one ends it at once."""
+
+        def on_signal(number: int, frame: FrameType | None) -> None:
+            if self._stop_signal:
+                raise KeyboardInterrupt
+            self._stop_signal = number
+
+        before = {number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)

@@ -1,0 +1,428 @@
+"""One training run, from its configuration to its summary: loads, connects, resumes, trains, exports.
+
+What a run leaves in --out: run.json (its settings), metrics.jsonl, eval.jsonl, checkpoints/, summary.json and, once
+every sample was trained, model/ in Hugging Face format.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import logging
+import platform
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import transformers
+
+from planner.token_map import num_tokens_of, token_map_hash
+from ring.core.errors import ConfigError, DisaggKDError
+from ring.determinism import fix_kernels
+from student.checkpoint import (
+    Checkpoint,
+    TrainState,
+    export_model,
+    latest_checkpoint,
+    set_aside_later,
+    write_checkpoint,
+)
+from student.config import TrainConfig
+from student.data import DataSettings, MicroBatchPlan, TokenDataset, load_data
+from student.loss import FullLogitsLoss, Head, KDLoss
+from student.loss.options import LossOptions
+from student.metrics import MetricsFile, peak_rss_bytes, write_summary
+from student.model import WEIGHT_DTYPES, DistilledStudent, LoadedStudent, load_student
+from student.optim import AdamWSettings, Schedule, StudentOptimizer
+from student.rng import capture_rng, restore_rng
+from student.train.feed import Feed
+from student.train.loop import Loop, LoopSettings, Progress
+from student.train.teachers import Teachers, connected
+
+logger = logging.getLogger(__name__)
+
+#: Settings that make the curve what it is: a resumed run must have the same.
+CURVE_SETTINGS = (
+    "student",
+    "from_config",
+    "kd_weight",
+    "ce_weight",
+    "divergence",
+    "temperature",
+    "jsd_teacher_weight",
+    "skew_alpha",
+    "loss",
+    "loss_precision",
+    "data",
+    "max_length",
+    "long_documents",
+    "packing",
+    "steps",
+    "epochs",
+    "batch_size",
+    "grad_accum",
+    "lr",
+    "schedule",
+    "warmup_steps",
+    "min_lr_frac",
+    "weight_decay",
+    "beta1",
+    "beta2",
+    "clip_norm",
+    "precision",
+    "seed",
+)
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """Where things are in --out."""
+
+    root: Path
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    @property
+    def settings(self) -> Path:
+        return self.root / "run.json"
+
+    @property
+    def metrics(self) -> Path:
+        return self.root / "metrics.jsonl"
+
+    @property
+    def evaluations(self) -> Path:
+        return self.root / "eval.jsonl"
+
+    @property
+    def summary(self) -> Path:
+        return self.root / "summary.json"
+
+    @property
+    def model(self) -> Path:
+        return self.root / "model"
+
+
+def train(config: TrainConfig) -> None:
+    """Raises ConfigError, TeacherLost, Interrupted, Diverged, CheckpointError; see docs/operations.md."""
+    assert config.student is not None
+    files = RunFiles(Path(config.out))
+    started_s = time.monotonic()
+    with ExitStack() as stack:
+        stack.enter_context(_claimed(files.root))
+        checkpoint = _checkpoint_to_resume(config, files)
+        _set_up_process(config)
+        device = _device(config.device)
+        student = load_student(
+            config.student if checkpoint is None else str(checkpoint.model_dir),
+            dtype=WEIGHT_DTYPES[config.precision],
+            from_config=config.from_config and checkpoint is None,
+            seed=config.seed,
+        )
+        data, eval_data = _load_data(config, student)
+        plan = _plan(config, data)
+        schedule = Schedule(
+            peak_lr=config.lr,
+            num_steps=plan.num_steps,
+            num_warmup_steps=config.warmup_steps,
+            kind=config.schedule,
+            min_lr_frac=config.min_lr_frac,
+        )
+        teachers = _connect(stack, config, student, data, plan)
+        module = _module(config, student, teachers).to(device)
+        optimizer = StudentOptimizer(
+            module,
+            AdamWSettings(beta1=config.beta1, beta2=config.beta2, weight_decay=config.weight_decay),
+        )
+        progress = _restore(checkpoint, optimizer, files, plan)
+        step_file = MetricsFile(files.metrics, resume_step=progress.step)
+        stack.callback(step_file.close)
+        eval_file = MetricsFile(files.evaluations, resume_step=progress.step)
+        stack.callback(eval_file.close)
+        pad_id = _pad_id(student)
+
+        def save(now: Progress) -> None:
+            write_checkpoint(
+                files.checkpoints,
+                TrainState(
+                    step=now.step,
+                    position=now.position,
+                    config_hash=_curve_hash(config),
+                    schedule=asdict(schedule),
+                    rng=(capture_rng(),),
+                ),
+                model=student.model,
+                optimizer_tensors=optimizer.state_tensors(),
+                tokenizer=student.tokenizer,
+                keep=config.keep_checkpoints,
+            )
+
+        ring = None if teachers is None else teachers.ring
+        feed = Feed(plan, data, ring, position=progress.position, pad_id=pad_id, device=device)
+        loop = Loop(
+            module=module,
+            optimizer=optimizer,
+            schedule=schedule,
+            plan=plan,
+            feed=feed,
+            ring=ring,
+            eval_data=eval_data,
+            settings=LoopSettings(
+                batch_size=config.batch_size,
+                clip_norm=config.clip_norm or None,
+                checkpoint_every=config.checkpoint_every,
+                eval_every=config.eval_every,
+                eval_samples=config.eval_samples or None,
+                pad_id=pad_id,
+                device=device,
+            ),
+            progress=progress,
+            save=save,
+            step_file=step_file,
+            eval_file=eval_file,
+        )
+        ending = "failed"
+        try:
+            loop.run()
+            export_model(files.model, model=student.model, tokenizer=student.tokenizer)
+            ending = "finished"
+        except DisaggKDError as error:
+            ending = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            summary = _summary(config, loop, plan, teachers, ending=ending, wall_s=time.monotonic() - started_s)
+            write_summary(files.summary, summary)
+    print(f"trained {loop.progress.step} steps, {loop.progress.position} samples; model in {files.model}", flush=True)
+
+
+@contextmanager
+def _claimed(root: Path) -> Iterator[None]:
+    """This process alone writes to --out while the block runs. Raises ConfigError."""
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with (root / ".lock").open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise ConfigError(f"--out {root}: another run is writing there; allowed: a directory of its own") from (
+                    error
+                )
+            yield
+    except (FileExistsError, NotADirectoryError, PermissionError) as error:
+        raise ConfigError(f"--out {root}: {error.strerror}; allowed: a directory that can be written") from error
+
+
+def _checkpoint_to_resume(config: TrainConfig, files: RunFiles) -> Checkpoint | None:
+    """The checkpoint to go on from. Raises ConfigError: nothing was lost, and what to do."""
+    if not config.resume:
+        if files.metrics.exists() or files.checkpoints.exists():
+            raise ConfigError(f"--out {files.root} holds a run already; allowed: --resume, or another directory")
+        _write_settings(config, files)
+        return None
+    checkpoint, skipped = latest_checkpoint(files.checkpoints)
+    for entry in skipped:
+        logger.warning("not used: %s", entry.reason)
+    if checkpoint is None and skipped:
+        raise ConfigError(f"--resume: no whole checkpoint in {files.checkpoints}: {skipped[0].reason}")
+    if checkpoint is not None and checkpoint.state.config_hash != _curve_hash(config):
+        raise ConfigError(f"--resume: {_what_differs(config, files)}")
+    if checkpoint is None:
+        logger.info("nothing to resume in %s: starting from the beginning", files.root)
+        _write_settings(config, files)
+        return None
+    set_aside_later(files.checkpoints, step=checkpoint.state.step)
+    logger.info("resuming from %s", checkpoint.path)
+    return checkpoint
+
+
+def _write_settings(config: TrainConfig, files: RunFiles) -> None:
+    write_summary(files.settings, asdict(config))
+
+
+def _curve(config: TrainConfig) -> dict[str, object]:
+    return {name: getattr(config, name) for name in CURVE_SETTINGS}
+
+
+def _curve_hash(config: TrainConfig) -> str:
+    return hashlib.sha256(json.dumps(_curve(config), sort_keys=True).encode()).hexdigest()
+
+
+def _what_differs(config: TrainConfig, files: RunFiles) -> str:
+    try:
+        before = json.loads(files.settings.read_text())
+    except (OSError, ValueError):
+        before = {}
+    now = json.loads(json.dumps(_curve(config)))
+    changed = [f"--{k.replace('_', '-')} was {before[k]}, now {v}" for k, v in now.items() if before.get(k, v) != v]
+    return f"{'; '.join(changed) or 'settings differ'}; allowed: the settings that the run began with"
+
+
+def _set_up_process(config: TrainConfig) -> None:
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    if config.deterministic:
+        fix_kernels(num_threads=config.threads or torch.get_num_threads())
+    torch.manual_seed(config.seed)
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"--device {name}: {str(error).splitlines()[0]}; allowed: auto, cpu, cuda, cuda:N") from error
+    return device
+
+
+def _load_data(config: TrainConfig, student: LoadedStudent) -> tuple[TokenDataset, TokenDataset | None]:
+    if student.max_positions is not None and config.max_length > student.max_positions:
+        raise ConfigError(
+            f"--max-length {config.max_length}: the student has positions for {student.max_positions} tokens"
+        )
+
+    def load(names: tuple[str, ...]) -> TokenDataset:
+        settings = DataSettings(
+            files=names,
+            max_length=config.max_length,
+            long_documents=config.long_documents,
+            cache_dir=config.cache_dir,
+        )
+        return load_data(settings, student.tokenizer, vocab_size=student.num_ids)
+
+    data = load(config.data)
+    logger.info("data: %s", data.report.line())
+    eval_data = load(config.eval_data) if config.eval_data else None
+    if eval_data is not None:
+        logger.info("held-out data: %s", eval_data.report.line())
+    return data, eval_data
+
+
+def _plan(config: TrainConfig, data: TokenDataset) -> MicroBatchPlan:
+    return MicroBatchPlan(
+        row_counts=data.row_counts,
+        lengths=data.lengths,
+        batch_size=config.batch_size,
+        grad_accum=config.grad_accum,
+        epochs=config.epochs,
+        max_steps=config.steps,
+        seed=config.seed,
+        packed_tokens=config.max_length if config.packing else None,
+    )
+
+
+def _connect(
+    stack: ExitStack, config: TrainConfig, student: LoadedStudent, data: TokenDataset, plan: MicroBatchPlan
+) -> Teachers | None:
+    if config.kd_weight == 0:
+        return None
+    if student.tokenizer is None:
+        raise ConfigError(
+            f"student {student.source}: no tokenizer, so nothing says that its token ids mean what the teacher's do; "
+            f"allowed: a directory with the tokenizer, or --kd-weight 0"
+        )
+    token_ids = student.tokenizer.get_vocab()
+    longest = config.max_length if config.packing else int(data.lengths.max())
+    return stack.enter_context(
+        connected(
+            config,
+            token_map_hash=token_map_hash(token_ids),
+            vocab_size=num_tokens_of(token_ids),
+            max_rows=plan.max_microbatch_rows(),
+            max_tokens=config.batch_size * longest,
+        )
+    )
+
+
+def _module(config: TrainConfig, student: LoadedStudent, teachers: Teachers | None) -> DistilledStudent:
+    try:
+        options = LossOptions(
+            divergence=config.divergence,
+            temperature=config.temperature,
+            kd_weight=config.kd_weight,
+            ce_weight=config.ce_weight,
+            teacher_weight=config.jsd_teacher_weight,
+            skew_alpha=config.skew_alpha,
+            precision=config.loss_precision,
+            workspace_bytes=config.workspace_bytes,
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    head = None
+    if teachers is not None:
+        head = Head(
+            weight=teachers.weight,
+            bias=teachers.bias,
+            logit_softcap=teachers.head.logit_softcap,
+            logit_scale=teachers.head.logit_scale,
+            real_vocab=teachers.head.real_vocab,
+        )
+    loss_type = KDLoss if config.loss == "fused" else FullLogitsLoss
+    return DistilledStudent(
+        student.model,
+        student.head_spec,
+        loss=loss_type.from_options(options),
+        teacher_head=head,
+        precision=config.precision,
+        packed=config.packing,
+        gradient_checkpointing=config.gradient_checkpointing,
+    )
+
+
+def _restore(
+    checkpoint: Checkpoint | None, optimizer: StudentOptimizer, files: RunFiles, plan: MicroBatchPlan
+) -> Progress:
+    if checkpoint is None:
+        return Progress(step=0, position=0)
+    state = checkpoint.state
+    if plan.step_at(state.position) != state.step:
+        raise ConfigError(
+            f"--resume: {checkpoint.path} is after {state.step} steps at position {state.position}, where this data "
+            f"has {plan.step_at(state.position)}; allowed: the data that the run began with"
+        )
+    optimizer.load_state_tensors(checkpoint.optimizer_tensors())
+    restore_rng(state.rng[0])
+    return Progress(step=state.step, position=state.position)
+
+
+def _pad_id(student: LoadedStudent) -> int:
+    pad_id = getattr(student.tokenizer, "pad_token_id", None)
+    return int(pad_id) if pad_id is not None and pad_id < student.num_ids else 0
+
+
+def _summary(
+    config: TrainConfig, loop: Loop, plan: MicroBatchPlan, teachers: Teachers | None, *, ending: str, wall_s: float
+) -> dict[str, object]:
+    snapshot = None if teachers is None else teachers.ring.stats()
+    evaluations = loop.eval_losses
+    return {
+        "ending": ending,
+        "steps": loop.progress.step,
+        "expected_steps": plan.num_steps,
+        "samples_trained": loop.progress.position,
+        "eval_loss_first": next(iter(evaluations.values()), None),
+        "eval_loss_last": next(reversed(evaluations.values()), None),
+        "wall_s": wall_s,
+        "student_stall_s": 0.0 if snapshot is None else snapshot.student_stall_s,
+        "teacher_stall_s": 0.0 if snapshot is None else snapshot.machine.teacher_stall_s,
+        "bytes_received": 0 if snapshot is None else snapshot.machine.bytes_received,
+        "retries": 0 if snapshot is None else snapshot.machine.retries,
+        "drops": 0 if snapshot is None else snapshot.machine.drops,
+        "slots_bytes": 0 if snapshot is None else snapshot.slots_bytes,
+        "transports": {} if snapshot is None else dict(snapshot.backends),
+        "teacher_fingerprint": None if teachers is None else teachers.fingerprint,
+        "peak_rss_bytes": peak_rss_bytes(),
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+        "config": asdict(config),
+    }

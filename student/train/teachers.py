@@ -1,0 +1,157 @@
+"""Connecting a trainer to its teacher: replicas elsewhere (disagg) or a model in this process (colocated).
+
+Both give the same thing, an open ring and the teacher's head; nothing behind it knows the layout.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import zmq
+
+from ring.control import LocalPort, ZmqLink, check_exposure, local_pair
+from ring.core.config import RingConfig
+from ring.core.errors import ConfigError
+from ring.core.messages import HeadInfo, Hello
+from ring.head import fetch_head
+from ring.prefetch import Ring
+from ring.pump import ChannelOptions, LinkOpener
+from student.config import TrainConfig
+from transport import registry
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Teachers:
+    """An open ring, and the head that turns its states into logits: weight [Vt, Ht], bias [Vt] or None."""
+
+    ring: Ring
+    head: HeadInfo
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    fingerprint: str
+
+
+@contextmanager
+def connected(
+    config: TrainConfig, *, token_map_hash: str, vocab_size: int, max_rows: int, max_tokens: int
+) -> Iterator[Teachers]:
+    """Connect, open slots of `max_rows` states, fetch the head; closed when the block ends.
+
+    max_tokens: of the largest microbatch. Raises ConfigError: models that don't fit together, a missing transport, too
+    little memory. Raises TeacherLost: no replica answers in time."""
+    with ExitStack() as stack:
+        hello, links, idle_work = (_colocated if config.layout == "colocated" else _disaggregated)(
+            config, stack, token_map_hash, vocab_size
+        )
+        ring = Ring(
+            config=RingConfig(
+                depth=config.ring_depth,
+                num_spares=config.ring_spares,
+                request_timeout_s=config.request_timeout,
+                peer_timeout_s=config.peer_timeout,
+                ping_interval_s=min(1.0, config.peer_timeout / 4),
+                teacher_timeout_s=config.teacher_timeout,
+            ),
+            hello=hello,
+            links=links,
+            options=ChannelOptions(
+                transport=registry.AUTO if config.layout == "colocated" else config.transport,
+                crc={"auto": None, "on": True, "off": False}[config.crc],
+                bind_host=config.bind_host,
+            ),
+            poison_released=config.poison_released,
+            idle_work=idle_work,
+        )
+        stack.enter_context(ring)
+        welcome = ring.wait_welcome(timeout_s=config.teacher_timeout)
+        if max_tokens > welcome.max_tokens:
+            raise ConfigError(
+                f"a microbatch has up to {max_tokens} tokens, the teacher takes {welcome.max_tokens} in a request: "
+                f"lower --batch-size or --max-length, or raise the teacher's --max-batch-tokens"
+            )
+        wire_dtype = welcome.wire_dtypes[0]
+        slots_bytes = ring.open(max_rows=max_rows, wire_dtype=wire_dtype)
+        logger.info(
+            "teacher %s (%s): %d slots, %.1f MiB in all, states as %s",
+            welcome.model,
+            welcome.fingerprint[:16],
+            config.ring_depth + config.ring_spares,
+            slots_bytes / 2**20,
+            wire_dtype.value,
+        )
+        weight, bias = fetch_head(ring)
+        yield Teachers(ring=ring, head=welcome.head, weight=weight, bias=bias, fingerprint=welcome.fingerprint)
+
+
+Connection = tuple[Hello, list[tuple[str, LinkOpener]], Callable[[], bool] | None]
+
+
+def _hello(config: TrainConfig, token_map_hash: str, vocab_size: int, backends: tuple[str, ...]) -> Hello:
+    return Hello(
+        run=config.shown_name,
+        rank=0,
+        world_size=1,
+        epoch=secrets.token_hex(8),
+        token_map_hash=token_map_hash,
+        vocab_size=vocab_size,
+        host_id=registry.host_id(),
+        backends=backends,
+    )
+
+
+def _disaggregated(config: TrainConfig, stack: ExitStack, token_map_hash: str, vocab_size: int) -> Connection:
+    backends = registry.available()
+    if config.transport != registry.AUTO:
+        registry.load(config.transport)
+        backends = (config.transport,)
+    endpoints = config.endpoints
+    for endpoint in endpoints:
+        check_exposure(endpoint, flag="--teacher", insecure=config.insecure)
+    if len(set(endpoints)) < len(endpoints):
+        raise ConfigError(f"--teacher names an endpoint twice: {', '.join(endpoints)}")
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    # After the ring, which the stack closes first: terminating waits for its sockets.
+    stack.callback(context.term)
+    links: list[tuple[str, LinkOpener]] = [(name, partial(ZmqLink, context, name)) for name in endpoints]
+    return _hello(config, token_map_hash, vocab_size, backends), links, None
+
+
+def _colocated(config: TrainConfig, stack: ExitStack, token_map_hash: str, vocab_size: int) -> Connection:
+    # Only here: a trainer whose teacher runs elsewhere does not need the teacher's code in memory.
+    from teacher.load import load_teacher
+    from teacher.service import ServiceConfig, TeacherService
+
+    if len(config.teacher) != 1:
+        raise ConfigError(f"--layout colocated takes one --teacher DIR|ID, got {len(config.teacher)}")
+    model = load_teacher(config.teacher[0], dtype=config.teacher_dtype)
+    link, port = local_pair()
+    service = TeacherService(
+        model,
+        port,
+        ServiceConfig(
+            replica=LocalPort.STUDENT,
+            backends=registry.available(same_process=True),
+            epoch=secrets.token_hex(8),
+            max_batch_tokens=config.max_batch_tokens,
+            max_students=1,
+            # This process can't miss its own teacher: a debugger or a long evaluation is no reason to drop it.
+            student_timeout_s=float(2**31),
+            deterministic=config.deterministic,
+        ),
+    )
+    stack.callback(service.close)
+
+    def run_teacher() -> bool:
+        talked = service.io_turn()
+        return service.compute_turn() or talked
+
+    hello = _hello(config, token_map_hash, vocab_size, registry.available(same_process=True))
+    return hello, [(link.name, lambda: link)], run_teacher
