@@ -54,10 +54,11 @@ class RingStats:
     """The student's ring at one moment; counts and sums are since its start.
 
     `num_free` .. `num_quarantined`: the slots by state; they sum to depth + spares. `occupancy_frac`: filled or leased
-    slots over depth. `pending`: submitted, never dispatched; `waiting`: to be asked again. `teacher_idle_s`,
-    `teacher_forward_s`, `teacher_queue_s`: sums over accepted fills of what their headers say; the first is the
-    teachers' stall. `unserved_s`: how long work has waited without a replica to serve it; at teacher_timeout_s the
-    run is lost.
+    slots over depth. `pending`: submitted, never dispatched; `waiting`: to be asked again. `retries`: attempts that
+    were given up; `drops`: answers that were dropped (R3). `student_stall_s`: how long the trainer waited for fills,
+    added by the shell, which has the clock. `teacher_stall_s`, `teacher_forward_s`, `teacher_queue_s`: sums over
+    accepted fills of what their headers say (idle, forward, queue). `unserved_s`: how long work has waited without a
+    replica to serve it since the last accepted fill; at teacher_timeout_s the run is lost.
     """
 
     num_free: int
@@ -76,8 +77,33 @@ class RingStats:
     retries_by_cause: Mapping[RetryCause, int]
     drops: int
     drops_by_cause: Mapping[DropCause, int]
-    teacher_idle_s: float
+    student_stall_s: float
+    teacher_stall_s: float
     teacher_forward_s: float
     teacher_queue_s: float
     unserved_s: float
     replicas: tuple[ReplicaStats, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeacherStats:
+    """The queue at one moment; counts and sums are since the start.
+
+    `computing` includes work for students that left meanwhile. `refused`: refusals of all codes; `repeated`: requests
+    that came twice and were ignored. `idle_s`: time with nothing queued or computing (the teacher's stall); `queue_s`:
+    sum over computed requests of their wait.
+    """
+
+    students: int
+    queued: int
+    queued_tokens: int
+    computing: int
+    sending: int
+    received: int
+    sent: int
+    refused: int
+    repeated: int
+    dropped_students: int
+    batches: int
+    idle_s: float
+    queue_s: float

@@ -1,0 +1,239 @@
+"""The replicas of a run: their states in one table, what each holds, and which gets the next request.
+
+The choice is the least expected completion time: (tokens it owes + tokens asked) x its seconds per token. It costs the
+number of busy replicas, which the ring's depth bounds, not the number of replicas: idle ones are kept sorted.
+"""
+
+from __future__ import annotations
+
+import bisect
+import enum
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from ring.core.errors import LocalProtocolError
+from ring.core.messages import FillId
+from ring.core.requests import Entry
+from ring.core.stats import DropCause, ReplicaStats
+
+#: Weight that a replica's past keeps with each new sample of its speed.
+DECAY_FRAC = 0.8
+#: Floor of the estimate, so that what a replica owes counts even where fills take no time.
+MIN_S_PER_TOKEN = 1e-9
+
+
+class ReplicaState(enum.Enum):
+    DOWN = "down"
+    UP = "up"  # is asked
+    STALLED = "stalled"  # missed a deadline; not asked until its data path shows life
+    DRAINING = "draining"  # finishes what it holds; not asked
+
+
+class ReplicaEvent(enum.Enum):
+    JOIN = "join"
+    STALL = "stall"
+    LIFE = "life"
+    DRAIN = "drain"
+    LEAVE = "leave"
+
+
+REPLICA_TRANSITIONS: Mapping[tuple[ReplicaState, ReplicaEvent], ReplicaState] = MappingProxyType(
+    {
+        (ReplicaState.DOWN, ReplicaEvent.JOIN): ReplicaState.UP,
+        (ReplicaState.UP, ReplicaEvent.STALL): ReplicaState.STALLED,
+        (ReplicaState.DRAINING, ReplicaEvent.STALL): ReplicaState.STALLED,
+        (ReplicaState.STALLED, ReplicaEvent.LIFE): ReplicaState.UP,
+        (ReplicaState.UP, ReplicaEvent.DRAIN): ReplicaState.DRAINING,
+        (ReplicaState.UP, ReplicaEvent.LEAVE): ReplicaState.DOWN,
+        (ReplicaState.STALLED, ReplicaEvent.LEAVE): ReplicaState.DOWN,
+        (ReplicaState.DRAINING, ReplicaEvent.LEAVE): ReplicaState.DOWN,
+    }
+)
+
+
+@dataclass(kw_only=True)
+class Load:
+    """How fast a replica answers, from decayed sums, so that fills that come in bursts count by their tokens."""
+
+    seconds: float = 0.0
+    tokens: float = 0.0
+
+    def add(self, *, service_s: float, tokens: int) -> None:
+        self.seconds = self.seconds * DECAY_FRAC + service_s
+        self.tokens = self.tokens * DECAY_FRAC + tokens
+
+    @property
+    def seconds_per_token(self) -> float | None:
+        return max(self.seconds / self.tokens, MIN_S_PER_TOKEN) if self.tokens else None
+
+
+@dataclass(kw_only=True)
+class Replica:
+    """One replica over all its lives. `proven`: it is not known to have failed since its last accepted fill; one that
+    is not proven is asked, but does not count as a teacher that serves the run."""
+
+    name: str
+    state: ReplicaState = ReplicaState.DOWN
+    epoch: str | None = None
+    proven: bool = True
+    in_flight: dict[FillId, Entry] = field(default_factory=dict)
+    owed_tokens: int = 0
+    load: Load = field(default_factory=Load)
+    last_fill_s: float = float("-inf")
+    crc_errors_in_a_row: int = 0
+    noted: set[DropCause] = field(default_factory=set)
+    num_joins: int = 0
+    fills: int = 0
+    bytes_received: int = 0
+    retries: int = 0
+    last_error: str | None = None
+    drop_error: str | None = None  # why this side dropped it, which a later "connection refused" must not hide
+
+    @property
+    def connected(self) -> bool:
+        return self.state is not ReplicaState.DOWN
+
+    def describe(self) -> str:
+        errors = [self.last_error or "no error"]
+        if self.drop_error is not None and self.drop_error != self.last_error:
+            errors.append(f"before that: {self.drop_error}")
+        return f"{self.name} is {self.state.value}, last error: {'; '.join(errors)}"
+
+    def stats(self) -> ReplicaStats:
+        return ReplicaStats(
+            name=self.name,
+            state=self.state.value,
+            epoch=self.epoch,
+            num_joins=self.num_joins,
+            in_flight=len(self.in_flight),
+            fills=self.fills,
+            bytes_received=self.bytes_received,
+            retries=self.retries,
+            seconds_per_token=self.load.seconds_per_token,
+            last_error=self.last_error,
+        )
+
+
+class Fleet:
+    """All replicas that were ever heard of. Whatever changes a replica's load or state does it through the fleet,
+    which keeps the usable ones in order."""
+
+    def __init__(self) -> None:
+        self._replicas: dict[str, Replica] = {}
+        self._num_usable = 0
+        self._num_serving = 0  # usable and proven
+        self._stalled: dict[str, Replica] = {}
+        self._busy: dict[str, Replica] = {}
+        self._idle_known: list[tuple[float, str]] = []  # (seconds per token, name), sorted
+        self._idle_new: list[str] = []  # no estimate yet; sorted
+        self._rates_s = 0.0  # sum over usable replicas with an estimate
+        self._num_rates = 0
+        self.ever_joined = False
+
+    def __iter__(self) -> Iterator[Replica]:
+        return iter(self._replicas.values())
+
+    @property
+    def num_usable(self) -> int:
+        return self._num_usable
+
+    @property
+    def num_serving(self) -> int:
+        return self._num_serving
+
+    def get(self, name: str) -> Replica | None:
+        return self._replicas.get(name)
+
+    def add(self, name: str) -> Replica:
+        return self._replicas.setdefault(name, Replica(name=name))
+
+    def stalled(self) -> tuple[Replica, ...]:
+        return tuple(self._stalled.values())
+
+    def move(self, replica: Replica, event: ReplicaEvent) -> None:
+        """Raises LocalProtocolError: `event` is illegal in the replica's state; nothing changed."""
+        after = REPLICA_TRANSITIONS.get((replica.state, event))
+        if after is None:
+            allowed = [e.name for (state, e) in REPLICA_TRANSITIONS if state is replica.state]
+            raise LocalProtocolError(
+                f"replica {replica.name}: {event.name} is illegal in {replica.state.name}; allowed: {allowed}"
+            )
+        self._unlist(replica)
+        replica.state = after
+        if event is ReplicaEvent.JOIN:
+            replica.num_joins += 1
+            self.ever_joined = True
+        self._list(replica)
+
+    def set_proven(self, replica: Replica, proven: bool) -> None:
+        self._unlist(replica)
+        replica.proven = proven
+        self._list(replica)
+
+    def dispatched(self, replica: Replica, fill: FillId, entry: Entry) -> None:
+        self._unlist(replica)
+        replica.in_flight[fill] = entry
+        replica.owed_tokens += entry.cost_tokens
+        self._list(replica)
+
+    def ended(self, replica: Replica, fill: FillId, *, service_s: float | None = None) -> None:
+        """An attempt is over. service_s: how long the replica worked on it, where that says how fast it is."""
+        self._unlist(replica)
+        entry = replica.in_flight.pop(fill)
+        replica.owed_tokens -= entry.cost_tokens
+        if service_s is not None:
+            replica.load.add(service_s=service_s, tokens=entry.cost_tokens)
+        self._list(replica)
+
+    def choose(self, cost_tokens: int, avoid: Collection[str]) -> Replica | None:
+        """The usable replica outside `avoid` that would answer first; ties go to the first name."""
+        mean_s = max(self._rates_s / self._num_rates, MIN_S_PER_TOKEN) if self._num_rates else 1.0
+        candidates = [
+            ((r.owed_tokens + cost_tokens) * (r.load.seconds_per_token or mean_s), name)
+            for name, r in self._busy.items()
+            if name not in avoid
+        ]
+        known = next(((rate, name) for rate, name in self._idle_known if name not in avoid), None)
+        if known is not None:
+            candidates.append((cost_tokens * known[0], known[1]))
+        new = next((name for name in self._idle_new if name not in avoid), None)
+        if new is not None:
+            candidates.append((cost_tokens * mean_s, new))
+        return self._replicas[min(candidates)[1]] if candidates else None
+
+    def _list(self, replica: Replica) -> None:
+        if replica.state is ReplicaState.STALLED:
+            self._stalled[replica.name] = replica
+        if replica.state is not ReplicaState.UP:
+            return
+        self._num_usable += 1
+        self._num_serving += replica.proven
+        rate_s = replica.load.seconds_per_token
+        if rate_s is not None:
+            self._rates_s += rate_s
+            self._num_rates += 1
+        if replica.in_flight:
+            self._busy[replica.name] = replica
+        elif rate_s is None:
+            bisect.insort(self._idle_new, replica.name)
+        else:
+            bisect.insort(self._idle_known, (rate_s, replica.name))
+
+    def _unlist(self, replica: Replica) -> None:
+        self._stalled.pop(replica.name, None)
+        if replica.state is not ReplicaState.UP:
+            return
+        self._num_usable -= 1
+        self._num_serving -= replica.proven
+        rate_s = replica.load.seconds_per_token
+        if rate_s is not None:
+            self._num_rates -= 1
+            # Exactly zero when none is left, whatever the rounding of the sums before.
+            self._rates_s = self._rates_s - rate_s if self._num_rates else 0.0
+        if replica.in_flight:
+            del self._busy[replica.name]
+        elif rate_s is None:
+            del self._idle_new[bisect.bisect_left(self._idle_new, replica.name)]
+        else:
+            del self._idle_known[bisect.bisect_left(self._idle_known, (rate_s, replica.name))]
