@@ -1,0 +1,238 @@
+"""`make demo`: train a small teacher, serve it, distil a student from it over shared memory, and draw what came of it.
+
+With --teacher, --student and --data the same is done with your own models and text. A second run reuses the teacher.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from examples.demo.corpus import build_corpus, write_model_config
+from examples.demo.memory import HIDDEN_SIZE, NUM_ROWS, VOCAB_SIZE, measure
+from examples.demo.report import Outcome, draw, summarize
+from examples.demo.samples import continuations
+from examples.demo.split import split_held_out
+from examples.demo.stages import read_lines, teacher, train
+from ring.command import flag, parse, run
+from ring.core.errors import ConfigError
+
+PROG = "demo"
+#: Calibrated on two CPU cores: a longer-trained teacher is a better one, but five minutes is what a demo may take.
+TEACHER_SHAPE = {"hidden_size": 256, "num_layers": 4}
+STUDENT_SHAPE = {"hidden_size": 128, "num_layers": 2}
+TEACHER_STEPS, TEACHER_LR = 450, 1.5e-3
+STUDENT_LR = 1.5e-3
+SEQUENCE_TOKENS, BATCH_SIZE = 256, 8
+PROMPT = "def read_config(path):\n    "
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoConfig:
+    """Raises ConfigError on construction: some of teacher, student and data are given, but not all."""
+
+    teacher: str | None = flag(None, "your own teacher instead of the demo's", metavar="DIR|ID")
+    student: str | None = flag(None, "your own student instead of the demo's", metavar="DIR|ID")
+    data: tuple[str, ...] = flag(
+        (), "your own text instead of the demo's: JSONL, Parquet or text files", metavar="FILE"
+    )
+    steps: int = flag(256, "optimizer steps of each student")
+    seed: int = flag(0, "data order and random weights of the students")
+    max_length: int = flag(SEQUENCE_TOKENS, "tokens of a sequence")
+    batch_size: int = flag(BATCH_SIZE, "sequences in a step")
+    lr: float = flag(STUDENT_LR, "peak learning rate of the students")
+    out: str = flag("runs/demo", "where everything is written", metavar="DIR")
+    fresh: bool = flag(False, "train the demo's teacher anew")
+    debug: bool = flag(False, "print tracebacks")
+
+    def __post_init__(self) -> None:
+        given = [bool(self.teacher), bool(self.student), bool(self.data)]
+        if any(given) and not all(given):
+            raise ConfigError(
+                "give TEACHER=, STUDENT= and DATA= together, or none of them: they must fit each other; "
+                f"got TEACHER={self.teacher}, STUDENT={self.student}, DATA={' '.join(self.data) or None}"
+            )
+        if self.steps < 1:
+            raise ConfigError(f"--steps must be >= 1, got {self.steps}")
+
+
+@dataclass(frozen=True)
+class Material:
+    """What the students are made from. `from_config`: they start from random weights."""
+
+    teacher: str
+    student: str
+    train: tuple[str, ...]
+    held_out: tuple[str, ...]
+    from_config: bool
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = list(sys.argv[1:] if argv is None else argv)
+
+    def command() -> None:
+        demo(parse(DemoConfig, arguments, prog=PROG, description=__doc__ or ""))
+
+    return run(command, prog=PROG, debug="--debug" in arguments)
+
+
+def demo(config: DemoConfig) -> None:
+    """Raises ConfigError: bad flags. Raises StageFailed: a process of the demo failed; its log is named."""
+    started_s = time.monotonic()
+    console = Console()
+    root = Path(config.out)
+    root.mkdir(parents=True, exist_ok=True)
+    with _progress(console) as progress:
+        material = _own(config, root) if config.teacher else _embedded(config, root, progress)
+        kd_dir, ce_dir = root / "kd", root / "ce"
+        for directory in (kd_dir, ce_dir):
+            shutil.rmtree(directory, ignore_errors=True)
+        common = _student_arguments(config, material, root)
+        serving = ["--model", material.teacher, "--transport", "shm", "--listen", "tcp://127.0.0.1:*", "--threads", "1"]
+        with teacher(serving, root=root) as endpoint:
+            arguments = ["--teacher", endpoint, "--transport", "shm", "--kd-weight", "0.9", "--ce-weight", "0.1"]
+            train(
+                [*common, *arguments, "--threads", "1"],
+                out=kd_dir,
+                num_steps=config.steps,
+                title="student, distilled over shared memory",
+                progress=progress,
+            )
+        train(
+            [*common, "--kd-weight", "0", "--ce-weight", "1"],
+            out=ce_dir,
+            num_steps=config.steps,
+            title="the same student on labels alone",
+            progress=progress,
+        )
+        task = progress.add_task("memory of the loss, generated text", total=3)
+        full_bytes = measure("full")
+        progress.advance(task)
+        fused_bytes = measure("fused")
+        progress.advance(task)
+        prompt = PROMPT if not config.teacher else None
+        prompt, samples = continuations(
+            {"teacher": material.teacher, "distilled": str(kd_dir / "model"), "labels only": str(ce_dir / "model")},
+            prompt=prompt,
+            held_out=material.held_out,
+        )
+        progress.advance(task)
+    outcome = Outcome(
+        kd=read_lines(kd_dir / "metrics.jsonl"),
+        ce=read_lines(ce_dir / "metrics.jsonl"),
+        kd_eval=read_lines(kd_dir / "eval.jsonl"),
+        ce_eval=read_lines(ce_dir / "eval.jsonl"),
+        teacher_eval=_teacher_eval(root) if not config.teacher else None,
+        full_peak_bytes=full_bytes,
+        fused_peak_bytes=fused_bytes,
+        loss_shape=f"{NUM_ROWS} rows x {VOCAB_SIZE:,} tokens, hidden {HIDDEN_SIZE}",
+        sample_prompt=prompt,
+        samples=samples,
+        wall_s=time.monotonic() - started_s,
+    )
+    _present(outcome, root, console)
+
+
+def _embedded(config: DemoConfig, root: Path, progress: Progress) -> Material:
+    """The demo's own corpus, teacher and student; the teacher is trained once."""
+    task = progress.add_task("corpus: the Python standard library's source", total=1)
+    corpus = build_corpus(root / "corpus")
+    progress.update(task, completed=1)
+    student_dir, teacher_dir, run_dir = root / "student", root / "teacher", root / "teacher-run"
+    write_model_config(student_dir, corpus, **STUDENT_SHAPE)
+    recipe = {"shape": TEACHER_SHAPE, "steps": TEACHER_STEPS, "lr": TEACHER_LR, "tokens": SEQUENCE_TOKENS}
+    marker = root / "teacher-recipe.json"
+    same = marker.exists() and json.loads(marker.read_text()) == recipe
+    if config.fresh or not same:
+        for directory in (teacher_dir, run_dir):
+            shutil.rmtree(directory, ignore_errors=True)
+        marker.write_text(json.dumps(recipe))
+    if not teacher_dir.exists():
+        shape_dir = root / "teacher-shape"
+        write_model_config(shape_dir, corpus, **TEACHER_SHAPE)
+        arguments = [
+            *("--student", str(shape_dir), "--from-config", "--kd-weight", "0", "--ce-weight", "1"),
+            *("--data", str(corpus.train), "--eval-data", str(corpus.held_out), "--eval-samples", "128"),
+            *("--max-length", str(SEQUENCE_TOKENS), "--batch-size", str(BATCH_SIZE), "--steps", str(TEACHER_STEPS)),
+            *("--lr", str(TEACHER_LR), "--warmup-steps", "20", "--precision", "bf16"),
+            *("--checkpoint-every", "100", "--cache-dir", str(root / "cache")),
+        ]
+        train(arguments, out=run_dir, num_steps=TEACHER_STEPS, title="teacher, trained from scratch", progress=progress)
+        shutil.copytree(run_dir / "model", root / "teacher.copy", dirs_exist_ok=True)
+        (root / "teacher.copy").rename(teacher_dir)
+    return Material(
+        teacher=str(teacher_dir),
+        student=str(student_dir),
+        train=(str(corpus.student),),
+        held_out=(str(corpus.held_out),),
+        from_config=True,
+    )
+
+
+def _own(config: DemoConfig, root: Path) -> Material:
+    """The user's models and text; part of the text is held out."""
+    assert config.teacher is not None
+    assert config.student is not None
+    train_files, held_out = split_held_out(config.data, root / "own-data")
+    return Material(
+        teacher=config.teacher, student=config.student, train=train_files, held_out=held_out, from_config=False
+    )
+
+
+def _student_arguments(config: DemoConfig, material: Material, root: Path) -> list[str]:
+    return [
+        *("--student", material.student, *(["--from-config"] if material.from_config else [])),
+        *("--data", *material.train, "--eval-data", *material.held_out, "--eval-samples", "128"),
+        *("--max-length", str(config.max_length), "--batch-size", str(config.batch_size)),
+        *("--steps", str(config.steps), "--lr", str(config.lr), "--warmup-steps", str(min(20, config.steps // 8))),
+        *("--eval-every", str(max(1, config.steps // 8)), "--seed", str(config.seed)),
+        *("--cache-dir", str(root / "cache")),
+    ]
+
+
+def _teacher_eval(root: Path) -> float | None:
+    lines = read_lines(root / "teacher-run" / "eval.jsonl")
+    return lines[-1]["eval_loss"] if lines else None
+
+
+def _progress(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description:<46}"),
+        BarColumn(bar_width=30),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+    )
+
+
+def _present(outcome: Outcome, root: Path, console: Console) -> None:
+    picture = root / "report.png"
+    draw(outcome, picture)
+    lines = summarize(outcome)
+    text = "\n".join(
+        [
+            *lines,
+            "",
+            f"Generated text, greedy, after {outcome.sample_prompt!r}:",
+            *(f"--- {name}\n{sample}" for name, sample in outcome.samples.items()),
+        ]
+    )
+    (root / "summary.txt").write_text(text + "\n")
+    facts = {"gain_nats": outcome.gain_nats, "kd": outcome.kd_eval, "ce": outcome.ce_eval}
+    (root / "report.json").write_text(json.dumps(facts, indent=2) + "\n")
+    console.print()
+    console.print(text, markup=False, highlight=False)
+    console.print(f"\nPicture: {picture}   Models: {root}/kd/model, {root}/ce/model   This text: {root}/summary.txt")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

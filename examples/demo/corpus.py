@@ -1,0 +1,121 @@
+"""The demo's text and models' shapes: the Python standard library's source, which every machine with Python has.
+
+Files are held out by a hash of their path, so that no held-out file is ever trained on, on any machine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import transformers
+from tokenizers import ByteLevelBPETokenizer
+
+VOCAB_SIZE = 4096
+END_OF_TEXT = "<|endoftext|>"
+#: One file in so many is held out.
+HELD_OUT_OF = 20
+#: The student sees little text, as one does who distils for a narrow task: about 512 sequences of 256 tokens.
+STUDENT_CHARACTERS = 430_000
+EVAL_CHARACTERS = 160_000
+#: Tests of the standard library hold odd bytes and long tables; packages of others are not the standard library.
+_LEFT_OUT = {"test", "tests", "site-packages", "dist-packages", "idlelib", "lib2to3", "__pycache__", "ensurepip"}
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Where the demo's text is. `train`: what the teacher reads; `student`: a small part of it; `held_out`: neither."""
+
+    root: Path
+
+    @property
+    def train(self) -> Path:
+        return self.root / "teacher.jsonl"
+
+    @property
+    def student(self) -> Path:
+        return self.root / "train.jsonl"
+
+    @property
+    def held_out(self) -> Path:
+        return self.root / "held-out.jsonl"
+
+    @property
+    def tokenizer(self) -> Path:
+        return self.root / "tokenizer"
+
+    @property
+    def complete(self) -> Path:
+        return self.root / "complete.json"
+
+
+def build_corpus(root: Path) -> Corpus:
+    """The corpus in `root`, made if it is not there: text files and a byte-level BPE tokenizer trained on them."""
+    corpus = Corpus(root)
+    if corpus.complete.exists():
+        return corpus
+    root.mkdir(parents=True, exist_ok=True)
+    train, held_out = [], []
+    for name, text in _standard_library():
+        (held_out if int(hashlib.sha1(name.encode()).hexdigest(), 16) % HELD_OUT_OF == 0 else train).append(text)
+    # Spread over the library rather than its first letters: every so-many-th file.
+    _write(corpus.train, train)
+    _write(corpus.student, _spread(train, STUDENT_CHARACTERS))
+    _write(corpus.held_out, _spread(held_out, EVAL_CHARACTERS))
+    _train_tokenizer(corpus, train)
+    corpus.complete.write_text(json.dumps({"files": len(train) + len(held_out), "held_out": len(held_out)}))
+    return corpus
+
+
+def write_model_config(directory: Path, corpus: Corpus, *, hidden_size: int, num_layers: int) -> None:
+    """A Qwen3-class model's config.json and the corpus's tokenizer: all that training from random weights needs."""
+    config = transformers.Qwen3Config(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=hidden_size,
+        intermediate_size=3 * hidden_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=hidden_size // 64,
+        num_key_value_heads=hidden_size // 64,
+        head_dim=64,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+    )
+    config.architectures = ["Qwen3ForCausalLM"]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(corpus.tokenizer)
+    config.eos_token_id = config.bos_token_id = tokenizer.eos_token_id
+    config.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+
+
+def _standard_library() -> Iterator[tuple[str, str]]:
+    root = Path(sysconfig.get_paths()["stdlib"])
+    for path in sorted(root.rglob("*.py")):
+        name = path.relative_to(root).as_posix()
+        if _LEFT_OUT.isdisjoint(name.split("/")[:-1]):
+            text = path.read_text(encoding="utf-8", errors="replace")
+            if text.strip():
+                yield name, text
+
+
+def _spread(texts: list[str], characters: int) -> list[str]:
+    stride = max(1, sum(map(len, texts)) // characters)
+    return texts[::stride]
+
+
+def _write(path: Path, texts: list[str]) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        for text in texts:
+            file.write(json.dumps({"text": text}) + "\n")
+
+
+def _train_tokenizer(corpus: Corpus, texts: list[str]) -> None:
+    trainer = ByteLevelBPETokenizer()
+    trainer.train_from_iterator(texts, vocab_size=VOCAB_SIZE, special_tokens=[END_OF_TEXT], show_progress=False)
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=trainer._tokenizer, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT
+    )
+    tokenizer.save_pretrained(corpus.tokenizer)
