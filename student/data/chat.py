@@ -22,12 +22,13 @@ Messages = Sequence[Mapping[str, Any]]
 _GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # At the seam of two pieces of text the tokenizer may merge what it would keep apart in one of them alone.
 _SEAM_TOKENS = 1
+# What templates call to learn the date. They get a fixed one: the same file gives the same tokens on every day.
+_DATE_CALL = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 _FIXED_DATE = dt.date(2025, 1, 1)
 
 
-def _fixed_date(pattern: str) -> str:
-    """Stands in for the clock that templates may ask for: the same file gives the same tokens on every day."""
-    return _FIXED_DATE.strftime(pattern)
+def _with_fixed_date(template: str) -> str:
+    return _DATE_CALL.sub(lambda call: repr(_FIXED_DATE.strftime(call[2])), template)
 
 
 def _common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
@@ -75,7 +76,7 @@ class ChatEncoder:
         if not all(isinstance(message, Mapping) and isinstance(message.get("role"), str) for message in messages):
             raise ValueError("`messages` must be a list of maps with a `role`")
         tools = _without_nulls(tools) or None
-        template = self._tokenizer.get_chat_template(None, tools)
+        template = self._template(tools)
         # Only tokenizers with offsets can tell which tokens a marked block became.
         if self._tokenizer.is_fast and _GENERATION_BLOCK.search(template):
             return self._encode_marked(messages, tools)
@@ -85,10 +86,10 @@ class ChatEncoder:
         encoded = self._tokenizer.apply_chat_template(
             messages,
             tools=tools,
+            chat_template=self._template(tools),
             tokenize=True,
             return_dict=True,
             return_assistant_tokens_mask=True,
-            strftime_now=_fixed_date,
         )
         ids = list(encoded["input_ids"])
         mask = np.array(encoded["assistant_masks"], dtype=bool)
@@ -154,13 +155,17 @@ class ChatEncoder:
         answer = whole[_common_prefix(prompt, whole) :]
         return next((token_id for token_id in reversed(answer) if token_id in self._special_ids), None)
 
+    def _template(self, tools: Any) -> str:
+        # Some tokenizers have one of their own for conversations with tools.
+        return _with_fixed_date(self._tokenizer.get_chat_template(None, tools))
+
     def _ids(self, messages: Messages, tools: Any, *, add_generation_prompt: bool = False) -> list[int]:
         text = self._tokenizer.apply_chat_template(
             list(messages),
             tools=tools,
+            chat_template=self._template(tools),
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
-            strftime_now=_fixed_date,
         )
         # The template has written the special tokens already.
         return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])

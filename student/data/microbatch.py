@@ -54,6 +54,16 @@ class MicroBatch:
     def num_tokens(self) -> int:
         return len(self.token_ids)
 
+    def inputs(self, device: str | torch.device) -> dict[str, torch.Tensor]:
+        """The model's side on a device, by the names that DistilledStudent takes."""
+        tensors = {
+            "input_ids": self.input_ids,
+            "position_ids": self.position_ids,
+            "labels": self.labels,
+            "row_index": self.row_index,
+        }
+        return {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
+
     def token_bytes(self) -> bytes:
         """The token ids as they travel: little-endian uint32."""
         return self.token_ids.astype("<u4").tobytes()

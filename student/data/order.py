@@ -118,9 +118,9 @@ class _EpochLayout:
 class MicroBatchPlan:
     """Every step of a run: iterate `steps(position)` from the start or from a checkpoint's position.
 
-    `row_counts`: counted rows of each sample, [N], all >= 1. `lengths`: tokens of each sample, [N], needed for
-    packing: with `packed_tokens` given, samples are packed into sequences of at most that many tokens. Exactly one of
-    `epochs` and `max_steps` says when the run ends. `seed=None` keeps the samples in their order.
+    `row_counts`, `lengths`: counted rows (all >= 1) and tokens of each sample, [N]: a TokenDataset's. With
+    `packed_tokens` given, samples are packed into sequences of at most that many tokens. Exactly one of `epochs` and
+    `max_steps` says when the run ends. `seed=None` keeps the samples in their order.
 
     Raises ConfigError: a count below 1, both or neither of epochs and max_steps, a rank outside of the world, a
     sample longer than `packed_tokens`.
@@ -130,6 +130,7 @@ class MicroBatchPlan:
         self,
         *,
         row_counts: Int64Array,
+        lengths: Int64Array,
         batch_size: int,
         grad_accum: int = 1,
         epochs: int | None = None,
@@ -137,7 +138,6 @@ class MicroBatchPlan:
         seed: int | None = 0,
         rank: int = 0,
         world_size: int = 1,
-        lengths: Int64Array | None = None,
         packed_tokens: int | None = None,
     ) -> None:
         counts = {"batch_size": batch_size, "grad_accum": grad_accum, "world_size": world_size}
@@ -150,11 +150,8 @@ class MicroBatchPlan:
             raise ConfigError(f"epochs or max_steps must be >= 1, got {epochs if max_steps is None else max_steps}")
         if not 0 <= rank < world_size:
             raise ConfigError(f"rank {rank} is outside of the world; allowed: 0 to {world_size - 1}")
-        if packed_tokens is not None:
-            if lengths is None or len(lengths) != len(row_counts):
-                raise ConfigError("packing needs the length of every sample")
-            if int(lengths.max()) > packed_tokens:
-                raise ConfigError(f"a sample of {int(lengths.max())} tokens does not fit a sequence of {packed_tokens}")
+        if packed_tokens is not None and int(lengths.max()) > packed_tokens:
+            raise ConfigError(f"a sample of {int(lengths.max())} tokens does not fit a sequence of {packed_tokens}")
         self.num_samples = len(row_counts)
         self.batch_size = batch_size
         self.grad_accum = grad_accum
@@ -216,8 +213,16 @@ class MicroBatchPlan:
         """No microbatch of the run has more counted rows: what a slot must hold."""
         if self._packed_tokens is not None:
             return self.batch_size * (self._packed_tokens - 1)
-        top = np.sort(self._row_counts)[-self.batch_size :]
-        return int(top.sum())
+        return self._sum_of_largest(self._row_counts)
+
+    def max_microbatch_tokens(self) -> int:
+        """No microbatch of the run has more tokens, padding aside: what one request asks the teacher to read."""
+        if self._packed_tokens is not None:
+            return self.batch_size * self._packed_tokens
+        return self._sum_of_largest(self._lengths)
+
+    def _sum_of_largest(self, counts_N: Int64Array) -> int:
+        return int(np.sort(counts_N)[-self.batch_size :].sum())
 
     def _iterate(self, position: int, step: int, seq: int) -> Iterator[PlannedStep]:
         num_steps = self.num_steps
@@ -297,7 +302,6 @@ class MicroBatchPlan:
         if self._packed_tokens is None:
             starts_Q = np.arange(self.num_samples + 1, dtype=np.int64)
         else:
-            assert self._lengths is not None  # the constructor requires them for packing
             starts_Q = pack_in_order(self._lengths[order_N], self._packed_tokens)
         self._layouts[epoch] = _EpochLayout(order_N, starts_Q)
         while len(self._layouts) > _KEPT_LAYOUTS:

@@ -1,0 +1,356 @@
+"""Checkpoints that are whole or not there: written aside, synced, renamed; every file with its size and sha256.
+
+    <root>/step-00000040/model/               the student as `from_pretrained` reads it, in its own dtype
+                         optimizer.safetensors
+                         state.json            step, position, schedule, generators, and what the files must be
+
+A process that is killed at any moment leaves the checkpoints before it untouched. Nothing is pickled. One process
+writes to a root.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import safetensors.torch
+import torch
+
+from ring.core.errors import ConfigError, DisaggKDError
+from student.load import quiet_transformers
+from student.rng import RngState
+
+FORMAT_VERSION = 1
+STATE_FILE, OPTIMIZER_FILE, MODEL_DIR = "state.json", "optimizer.safetensors", "model"
+_STEP_DIR = re.compile(r"step-(\d{8,})")
+# Never mistaken for a checkpoint: half-written ones, and ones that are being removed.
+_WRITING, _REMOVING = ".writing-", ".removing-"
+_READ_BYTES = 1 << 20
+# Room for config, tokenizer and state beside the tensors.
+_SLACK_BYTES = 32 << 20
+
+_log = logging.getLogger(__name__)
+
+
+class CheckpointError(DisaggKDError):
+    """A checkpoint could not be written; those that were there before still are."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainState:
+    """What a run is, beside its tensors.
+
+    `step`: updates made. `position`: of the next sample. `config_hash`: of what must not change over a resume.
+    `schedule`: the learning-rate schedule, for the comparison. `rng`: the generators of each rank.
+    """
+
+    step: int
+    position: int
+    config_hash: str
+    schedule: Mapping[str, float | int | str]
+    rng: tuple[RngState, ...]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A whole checkpoint on disk, verified when it was opened."""
+
+    path: Path
+    state: TrainState
+
+    @property
+    def model_dir(self) -> Path:
+        """Where the student is loaded from to go on training."""
+        return self.path / MODEL_DIR
+
+    def optimizer_tensors(self) -> dict[str, torch.Tensor]:
+        """The optimizer's state, on the CPU."""
+        return safetensors.torch.load_file(self.path / OPTIMIZER_FILE)
+
+
+@dataclass(frozen=True)
+class SkippedCheckpoint:
+    """A directory that looks like a checkpoint and is none, and why."""
+
+    path: Path
+    reason: str
+
+
+def write_checkpoint(
+    root: Path,
+    state: TrainState,
+    *,
+    model: Any,
+    optimizer_tensors: Mapping[str, torch.Tensor],
+    tokenizer: Any | None = None,
+    keep: int = 2,
+    model_tensors: dict[str, Any] | None = None,
+) -> Path:
+    """Writes `<root>/step-<step>` whole and durable, then removes all but the newest `keep` up to this step.
+
+    `model_tensors`: the model's state dict, where its parameters are sharded; None = the model's own. An older
+    checkpoint of the same step is replaced.
+
+    Raises CheckpointError: the disk is full or fails; what was written of it is removed, the others are untouched.
+    """
+
+    def fill(directory: Path) -> None:
+        _save_model(directory / MODEL_DIR, model, tokenizer, model_tensors)
+        tensors = {name: tensor.detach().contiguous() for name, tensor in optimizer_tensors.items()}
+        safetensors.torch.save_file(tensors, directory / OPTIMIZER_FILE)
+        _write_state(directory, state)
+
+    needed_bytes = _model_bytes(model, model_tensors) + _num_bytes(optimizer_tensors.values())
+    path = root / f"step-{state.step:08d}"
+    _remove_leftovers(root)
+    _write_aside(path, fill, what=f"checkpoint of step {state.step}", needed_bytes=needed_bytes)
+    _remove_oldest(root, upto_step=state.step, keep=keep)
+    return path
+
+
+def export_model(directory: Path, *, model: Any, tokenizer: Any | None, model_tensors: Any | None = None) -> None:
+    """Writes a model that `from_pretrained` loads, replacing what is in `directory` at once.
+
+    Raises CheckpointError: the disk is full or fails; `directory` is as it was.
+    """
+    _write_aside(
+        directory,
+        lambda aside: _save_model(aside, model, tokenizer, model_tensors),
+        what=f"model to {directory}",
+        needed_bytes=_model_bytes(model, model_tensors),
+    )
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """The checkpoint at a path, every byte of it verified.
+
+    Raises ConfigError: it is missing, torn, damaged, or of another format.
+    """
+    if not path.is_dir():
+        raise ConfigError(f"checkpoint {path}: no such directory")
+    try:
+        content = json.loads((path / STATE_FILE).read_text(encoding="utf-8"))
+        version, digest = content["format_version"], content.pop("state_sha256")
+        if version != FORMAT_VERSION:
+            raise ConfigError(f"checkpoint {path}: format {version}; allowed: {FORMAT_VERSION}")
+        if digest != _state_digest(content):
+            raise ConfigError(f"checkpoint {path}: {STATE_FILE} is damaged (its sha256 differs)")
+        for name, entry in content["files"].items():
+            _verify_file(path, name, int(entry["num_bytes"]), str(entry["sha256"]))
+        state = TrainState(
+            step=int(content["step"]),
+            position=int(content["position"]),
+            config_hash=str(content["config_hash"]),
+            schedule=dict(content["schedule"]),
+            rng=tuple(RngState.from_json(entry) for entry in content["rng"]),
+        )
+    except FileNotFoundError as error:
+        raise ConfigError(f"checkpoint {path}: {Path(error.filename).name} is missing") from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"checkpoint {path}: {STATE_FILE} can't be read: {type(error).__name__} {error}") from error
+    return Checkpoint(path, state)
+
+
+def latest_checkpoint(root: Path) -> tuple[Checkpoint | None, tuple[SkippedCheckpoint, ...]]:
+    """The whole checkpoint of the highest step, and the newer ones that are none; None where there is no whole one."""
+    skipped: list[SkippedCheckpoint] = []
+    for _, path in reversed(_step_directories(root)):
+        try:
+            return open_checkpoint(path), tuple(skipped)
+        except ConfigError as error:
+            skipped.append(SkippedCheckpoint(path, str(error)))
+    return None, tuple(skipped)
+
+
+def set_aside_later(root: Path, *, step: int) -> tuple[Path, ...]:
+    """Renames all checkpoints behind `step` to `abandoned-...`, and returns their new paths.
+
+    For a resume that starts from an earlier one: the next crash must not bring back a lineage that was left.
+    """
+    moved = []
+    for found, path in _step_directories(root):
+        if found > step:
+            target, attempt = root / f"abandoned-{path.name}", 1
+            while target.exists():
+                attempt += 1
+                target = root / f"abandoned-{path.name}-{attempt}"
+            path.rename(target)
+            moved.append(target)
+    if moved:
+        _sync(root)
+    return tuple(moved)
+
+
+def _write_aside(path: Path, fill: Callable[[Path], None], *, what: str, needed_bytes: int) -> None:
+    """Makes directory `path` with what `fill` writes: all of it or nothing."""
+    root = path.parent
+    aside, replaced = root / f"{_WRITING}{path.name}", root / f"{_REMOVING}{path.name}"
+    with _failure(what, aside):
+        root.mkdir(parents=True, exist_ok=True)
+        for leftover in (aside, replaced):
+            if leftover.exists():
+                shutil.rmtree(leftover)
+        free_bytes = shutil.disk_usage(root).free
+        if free_bytes < needed_bytes + _SLACK_BYTES:
+            raise OSError(f"{needed_bytes + _SLACK_BYTES} bytes needed, {free_bytes} free")
+        aside.mkdir()
+        fill(aside)
+        _sync_tree(aside)
+        _put_in_place(aside, path, replaced)
+        _sync(root)
+    if replaced.exists():
+        _remove(replaced)
+
+
+def _put_in_place(aside: Path, path: Path, replaced: Path) -> None:
+    if not path.exists():
+        aside.rename(path)
+        return
+    path.rename(replaced)
+    try:
+        aside.rename(path)
+    except OSError:
+        replaced.rename(path)
+        raise
+
+
+@contextlib.contextmanager
+def _failure(what: str, aside: Path) -> Iterator[None]:
+    try:
+        yield
+    except BaseException as error:
+        shutil.rmtree(aside, ignore_errors=True)
+        if isinstance(error, OSError | ValueError | RuntimeError | safetensors.SafetensorError):
+            raise CheckpointError(
+                f"{what} could not be written: {error}; nothing of it was kept, and earlier checkpoints are untouched"
+            ) from error
+        raise
+
+
+def _save_model(directory: Path, model: Any, tokenizer: Any | None, tensors: dict[str, Any] | None) -> None:
+    with quiet_transformers():
+        model.save_pretrained(directory, state_dict=tensors)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(directory)
+
+
+def _write_state(directory: Path, state: TrainState) -> None:
+    files = {
+        file.relative_to(directory).as_posix(): {"num_bytes": file.stat().st_size, "sha256": _sha256(file)}
+        for file in sorted(directory.rglob("*"))
+        if file.is_file()
+    }
+    content: dict[str, Any] = {
+        "format_version": FORMAT_VERSION,
+        "step": state.step,
+        "position": state.position,
+        "config_hash": state.config_hash,
+        "schedule": dict(state.schedule),
+        "rng": [entry.to_json() for entry in state.rng],
+        "files": files,
+    }
+    content["state_sha256"] = _state_digest(content)
+    (directory / STATE_FILE).write_text(json.dumps(content, indent=1), encoding="utf-8")
+
+
+def _state_digest(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _verify_file(path: Path, name: str, num_bytes: int, sha256: str) -> None:
+    file = path / name
+    if not file.resolve().is_relative_to(path.resolve()):
+        raise ConfigError(f"checkpoint {path}: {name} lies outside of it")
+    found_bytes = file.stat().st_size
+    if found_bytes != num_bytes:
+        raise ConfigError(f"checkpoint {path}: {name} has {found_bytes} bytes, {num_bytes} were written")
+    if _sha256(file) != sha256:
+        raise ConfigError(f"checkpoint {path}: {name} is damaged (its sha256 differs)")
+
+
+def _step_directories(root: Path) -> list[tuple[int, Path]]:
+    """Steps and paths of what is named like a checkpoint, ascending."""
+    if not root.is_dir():
+        return []
+    matches = [(_STEP_DIR.fullmatch(entry.name), entry) for entry in root.iterdir()]
+    return sorted((int(match[1]), entry) for match, entry in matches if match is not None)
+
+
+def _remove_oldest(root: Path, *, upto_step: int, keep: int) -> None:
+    # Later ones belong to another lineage: they are not ours to count.
+    own = [path for step, path in _step_directories(root) if step <= upto_step]
+    for path in own[: max(len(own) - max(keep, 1), 0)]:
+        # Renamed first, so that a removal cut short leaves no torn checkpoint behind.
+        doomed = root / f"{_REMOVING}{path.name}"
+        try:
+            path.rename(doomed)
+        except OSError as error:
+            _log.warning("old checkpoint %s could not be removed: %s", path, error)
+        else:
+            _remove(doomed)
+
+
+def _remove_leftovers(root: Path) -> None:
+    """What a process that was killed left half-written or half-removed: nobody else writes here."""
+    for prefix in (_WRITING, _REMOVING):
+        for leftover in root.glob(f"{prefix}step-*"):
+            _remove(leftover)
+
+
+def _remove(path: Path) -> None:
+    try:
+        shutil.rmtree(path)
+    except OSError as error:
+        # The new checkpoint is durable already: the run goes on.
+        _log.warning("%s could not be removed: %s", path, error)
+
+
+def _sync_tree(directory: Path) -> None:
+    """Everything below reaches the disk, readable like any other file (safetensors writes them private)."""
+    mode = 0o666 & ~_umask()
+    for entry in sorted(directory.rglob("*")):
+        if entry.is_file():
+            entry.chmod(mode)
+        _sync(entry)
+    _sync(directory)
+
+
+def _umask() -> int:
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sha256(file: Path) -> str:
+    digest = hashlib.sha256()
+    with file.open("rb") as stream:
+        while block := stream.read(_READ_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _model_bytes(model: Any, tensors: Mapping[str, Any] | None) -> int:
+    # Tied parameters are written once, and `parameters` names them once.
+    return _num_bytes(tensors.values() if tensors is not None else [*model.parameters(), *model.buffers()])
+
+
+def _num_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -1,0 +1,73 @@
+"""The state of every random generator that training draws from, as plain data for a checkpoint."""
+
+from __future__ import annotations
+
+import base64
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class RngState:
+    """torch's generators (CPU, and one a CUDA device), Python's and numpy's, of one process."""
+
+    torch_cpu: bytes
+    torch_cuda: tuple[bytes, ...]
+    python: tuple[int, tuple[int, ...], float | None]
+    numpy: tuple[bytes, int, int, float]
+
+    def to_json(self) -> dict[str, Any]:
+        version, words, gauss = self.python
+        key, place, has_gauss, cached = self.numpy
+        return {
+            "torch_cpu": _text(self.torch_cpu),
+            "torch_cuda": [_text(state) for state in self.torch_cuda],
+            "python": [version, list(words), gauss],
+            "numpy": [_text(key), place, has_gauss, cached],
+        }
+
+    @classmethod
+    def from_json(cls, value: Any) -> RngState:
+        """Raises KeyError, TypeError or ValueError: not what `to_json` gives."""
+        version, words, gauss = value["python"]
+        key, place, has_gauss, cached = value["numpy"]
+        return cls(
+            torch_cpu=_bytes(value["torch_cpu"]),
+            torch_cuda=tuple(_bytes(state) for state in value["torch_cuda"]),
+            python=(int(version), tuple(int(word) for word in words), None if gauss is None else float(gauss)),
+            numpy=(_bytes(key), int(place), int(has_gauss), float(cached)),
+        )
+
+
+def capture_rng() -> RngState:
+    """The generators as they stand now."""
+    version, words, gauss = random.getstate()
+    _, key, place, has_gauss, cached = np.random.get_state(legacy=True)
+    return RngState(
+        torch_cpu=torch.get_rng_state().numpy().tobytes(),
+        torch_cuda=tuple(state.numpy().tobytes() for state in torch.cuda.get_rng_state_all()),
+        python=(version, words, gauss),
+        numpy=(np.asarray(key, dtype="<u4").tobytes(), int(place), int(has_gauss), float(cached)),
+    )
+
+
+def restore_rng(state: RngState) -> None:
+    """Puts the generators back; those of CUDA devices that are not there any more are left out."""
+    torch.set_rng_state(torch.frombuffer(bytearray(state.torch_cpu), dtype=torch.uint8))
+    for device, cuda_state in enumerate(state.torch_cuda[: torch.cuda.device_count()]):
+        torch.cuda.set_rng_state(torch.frombuffer(bytearray(cuda_state), dtype=torch.uint8), device)
+    random.setstate(state.python)
+    key, place, has_gauss, cached = state.numpy
+    np.random.set_state(("MT19937", np.frombuffer(key, dtype="<u4").astype(np.uint32), place, has_gauss, cached))
+
+
+def _text(data: bytes) -> str:
+    return base64.b64encode(data).decode("ascii")
+
+
+def _bytes(text: str) -> bytes:
+    return base64.b64decode(text, validate=True)
