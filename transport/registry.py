@@ -34,12 +34,13 @@ class Entry:
 ENTRIES = (
     Entry(name="local", module="transport.local", same_process=True),
     Entry(name="shm", module="transport.shm"),
+    Entry(name="zmq", module="transport.zmq_tcp"),
 )
 
 if TYPE_CHECKING:  # the type checker compares each module with the protocol, which `load` can't
-    from transport import local, shm
+    from transport import local, shm, zmq_tcp
 
-    _checked: tuple[Backend, ...] = (local, shm)
+    _checked: tuple[Backend, ...] = (local, shm, zmq_tcp)
 
 
 def names(*, same_process: bool = False) -> tuple[str, ...]:

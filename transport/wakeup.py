@@ -11,6 +11,7 @@ class Wakeup:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._is_set = False
         self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
     def fileno(self) -> int:
@@ -18,17 +19,16 @@ class Wakeup:
         return self._fd
 
     def set(self) -> None:
-        with self._lock:  # else the number could be closed and reused by another file between check and write
-            if self._fd >= 0:
+        with self._lock:  # else the number could be closed and reused by another file before the write
+            if self._fd >= 0 and not self._is_set:
                 os.eventfd_write(self._fd, 1)
+                self._is_set = True
 
     def clear(self) -> None:
         with self._lock:
-            if self._fd >= 0:
-                try:
-                    os.eventfd_read(self._fd)
-                except BlockingIOError:
-                    return  # it was not set
+            if self._fd >= 0 and self._is_set:
+                os.eventfd_read(self._fd)
+                self._is_set = False
 
     def close(self) -> None:
         with self._lock:

@@ -1,0 +1,227 @@
+"""The plumbing under the zmq backend: a socket that is watched, bounded and never reconnects, and the malloc settings.
+
+Every link has a zmq context of its own. That gives each student a door keeper of its own (zmq's authentication is per
+context), and once a link is closed no thread or descriptor of it is left.
+
+What the settings are for, each seen to matter:
+- A reconnect would lose fills silently, so there is none: a broken link is PeerLost, and the control plane makes a new
+  one. zmq's heartbeats stay off: a link whose student does not read for longer than their timeout is cut by them, data
+  and all, since nobody reads the answers to the pings. TCP keepalive ends idle links to vanished hosts; everything else
+  about liveness is the control plane's.
+- The listener must stay: unbinding it closes the connections that it accepted.
+- High-water marks count messages, so they are small and MAXMSGSIZE is set: together they bound memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import hmac
+import ipaddress
+import math
+import select
+import socket as sockets
+import struct
+import time
+from collections.abc import Iterator
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from ring.core.errors import ConfigError, DeadlineExceeded, RemoteProtocolError, TransportError
+from transport.wakeup import Wakeup
+
+GREETING = struct.Struct("<4sQQ")  # magic, slots, bytes a slot; the first message of both sides
+MAGIC = b"dkd1"
+#: Payload travels in frames of at most this: a larger frame is slower to receive (fresh pages for every one).
+CHUNK_BYTES = 1 << 20
+#: Whole chunks that zmq may hold on each side of a link.
+SEND_QUEUE_CHUNKS = 8
+RECEIVE_QUEUE_CHUNKS = 8
+#: Any frame that is no payload is smaller than this.
+MAX_META_BYTES = 2048
+
+_USER = b"disaggkd"
+_DOMAIN = b"disaggkd"
+_LIFE_EVENTS = (
+    zmq.EVENT_ACCEPTED
+    | zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_CLOSED
+)
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+
+
+class Link:
+    """A DEALER socket, its monitor, and one descriptor that becomes readable when either has news."""
+
+    def __init__(self) -> None:
+        self._context = zmq.Context(io_threads=1)
+        self._sockets: list[zmq.Socket[bytes]] = []
+        self._wakeup = Wakeup()
+        self._news = select.epoll()
+        self._news.register(self._wakeup, select.EPOLLIN)
+        try:
+            self.socket = self._context.socket(zmq.DEALER)
+            self._configure(self.socket)
+            self._monitor = self.socket.get_monitor_socket(_LIFE_EVENTS)
+            self.watch(self.socket)
+            self.watch(self._monitor)
+        except BaseException:
+            self.close()
+            raise
+
+    def make_socket(self, kind: int) -> zmq.Socket[bytes]:
+        """Another socket in this link's context."""
+        return self._context.socket(kind)
+
+    def watch(self, socket: zmq.Socket[bytes]) -> None:
+        """Close this socket with the link, and count its messages as news."""
+        self._sockets.append(socket)
+        self._news.register(int(socket.getsockopt(zmq.FD)), select.EPOLLIN)
+
+    def fileno(self) -> int:
+        return self._news.fileno()
+
+    def life_events(self) -> Iterator[tuple[zmq.Event, int]]:
+        """What happened to the link's connections since the last call: (event, its connection or error)."""
+        while has_messages(self._monitor):
+            message = recv_monitor_message(self._monitor, zmq.NOBLOCK)
+            yield zmq.Event(message["event"]), int(message["value"])
+
+    def settle(self, *, wants_room: bool = False, has_news: bool = False) -> None:
+        """Call at the end of everything that touched a socket: zmq's own descriptors say only that something changed,
+        once, so what is still to be done keeps `fileno()` readable from here."""
+        if (
+            has_news
+            or any(has_messages(socket) for socket in self._sockets)
+            or (wants_room and bool(_events(self.socket) & zmq.POLLOUT))
+        ):
+            self._wakeup.set()
+        else:
+            self._wakeup.clear()
+
+    def close(self) -> None:
+        """Drop what was not sent and end the context's threads. Idempotent."""
+        self._news.close()
+        self._wakeup.close()
+        if self._context.closed:
+            return
+        if len(self._sockets) > 1:
+            self.socket.disable_monitor()
+        self._context.destroy(linger=0)
+        self._sockets.clear()
+
+    @staticmethod
+    def _configure(socket: zmq.Socket[bytes]) -> None:
+        for option, value in {
+            zmq.LINGER: 0,
+            zmq.SNDHWM: SEND_QUEUE_CHUNKS,
+            zmq.RCVHWM: RECEIVE_QUEUE_CHUNKS,
+            zmq.MAXMSGSIZE: CHUNK_BYTES + MAX_META_BYTES,
+            zmq.RECONNECT_IVL: -1,
+            zmq.IMMEDIATE: 1,
+            zmq.IPV6: 1,
+            zmq.TCP_KEEPALIVE: 1,
+            zmq.TCP_KEEPALIVE_IDLE: 20,
+            zmq.TCP_KEEPALIVE_INTVL: 5,
+            zmq.TCP_KEEPALIVE_CNT: 4,
+        }.items():
+            socket.setsockopt(option, value)
+
+
+def has_messages(socket: zmq.Socket[bytes]) -> bool:
+    return bool(_events(socket) & zmq.POLLIN)
+
+
+def _events(socket: zmq.Socket[bytes]) -> int:
+    return int(socket.getsockopt(zmq.EVENTS))
+
+
+class DoorKeeper:
+    """Lets exactly one connection that knows the token into a listening link; others never get as far as a message."""
+
+    def __init__(self, link: Link, token: bytes) -> None:
+        self._token = token
+        self._admitted = False
+        self._requests = link.make_socket(zmq.ROUTER)
+        self._requests.setsockopt(zmq.LINGER, 0)
+        link.watch(self._requests)
+        self._requests.bind("inproc://zeromq.zap.01")
+        link.socket.setsockopt(zmq.PLAIN_SERVER, 1)
+        link.socket.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN)
+
+    def answer(self) -> None:
+        """Decide about whoever knocked since the last call."""
+        while has_messages(self._requests):
+            sender, empty, version, request, *_, user, password = self._requests.recv_multipart(zmq.NOBLOCK)
+            welcome = not self._admitted and user == _USER and hmac.compare_digest(password, self._token)
+            self._admitted = self._admitted or welcome
+            status = [b"200", b"", b"teacher", b""] if welcome else [b"400", b"wrong token, or taken", b"", b""]
+            self._requests.send_multipart([sender, empty, version, request, *status])
+
+
+def bind(link: Link, bind_host: str) -> str:
+    """Listen on a free port of that address; returns the endpoint for the peer. Raises ConfigError: it can't."""
+    try:
+        found = sockets.getaddrinfo(bind_host, None, type=sockets.SOCK_STREAM)
+        address = ipaddress.ip_address(found[0][4][0])
+        if address.is_unspecified:
+            raise ConfigError(f"zmq: {bind_host!r} is every address; give the one that the teacher can reach")
+        link.socket.bind(f"tcp://[{address}]:*" if address.version == 6 else f"tcp://{address}:*")
+    except (OSError, ValueError, zmq.ZMQError) as error:
+        raise ConfigError(f"zmq: can't listen on {bind_host!r}: {error}") from error
+    return link.socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+
+def connect(link: Link, endpoint: str, token: bytes, greeting: bytes, *, timeout_s: float) -> None:
+    """Returns once the student let us in and greeted us in the same words.
+
+    Raises RemoteProtocolError: no endpoint, or another greeting. Raises TransportError, DeadlineExceeded."""
+    deadline_s = time.monotonic() + timeout_s
+    link.socket.setsockopt(zmq.PLAIN_USERNAME, _USER)
+    link.socket.setsockopt(zmq.PLAIN_PASSWORD, token)
+    try:
+        link.socket.connect(endpoint)
+    except zmq.ZMQError as error:
+        raise RemoteProtocolError(f"zmq: {endpoint!r} is no endpoint: {error}") from error
+    poller = zmq.Poller()
+    poller.register(link.fileno(), zmq.POLLIN)
+    while True:
+        for event, _ in link.life_events():
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                link.socket.send(greeting)
+            elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                raise TransportError(f"zmq: {endpoint} turned us away: wrong token, or it has a teacher already")
+            else:
+                raise TransportError(f"zmq: can't connect to {endpoint}: {event.name}")
+        try:
+            answer = link.socket.recv(zmq.NOBLOCK)
+        except zmq.Again:
+            link.settle()
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                raise DeadlineExceeded(f"zmq: {endpoint} did not greet us within {timeout_s} s") from None
+            poller.poll(math.ceil(left_s * 1e3))
+            continue
+        if answer != greeting:
+            raise RemoteProtocolError(
+                f"zmq: expected the greeting {greeting.hex()} of the slots that were offered, got {answer[:64].hex()}"
+            )
+        return
+
+
+@functools.cache
+def tune_malloc() -> None:
+    """Keep the memory of received chunks in this process instead of handing it back to the kernel after each.
+
+    Without it glibc maps fresh pages for every chunk, which costs a quarter of the throughput. Allocations of more than
+    four chunks keep their own mappings, and at most 64 MiB of free memory are held back."""
+    with contextlib.suppress(AttributeError):  # another C library, with another allocator
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(_M_MMAP_THRESHOLD, 4 * CHUNK_BYTES)
+        mallopt(_M_TRIM_THRESHOLD, 64 * CHUNK_BYTES)

@@ -1,0 +1,406 @@
+"""ZeroMQ over TCP: the teacher sends a fill in chunks, the student receives each straight into the slot.
+
+Works everywhere pyzmq does. The student listens; the teacher connects with the token from the OFFER. A fill is an
+announcement (fill, size, header) followed by its chunks, numbered; the student answers with an acknowledgement once it
+has consumed all of them. That is when a put is complete: nothing of it is left in a queue that a close could drop, and
+zmq reads its source no more (chunks are sent without a copy).
+
+Only the student's own thread writes its slots, in `poll()`, so a given-up fill is fenced at once. A payload that was
+not armed is received into nothing.
+"""
+
+from __future__ import annotations
+
+import secrets
+import struct
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import zmq
+
+from ring.core.errors import PeerLost, RemoteProtocolError, TransportClosed
+from ring.core.messages import Description, FillId
+from transport.contract import MAX_HEADER_BYTES, Arrival, Capabilities, Fence, Receiver, Sender, Ticket
+from transport.fills import ArmedFills, check_put, total_bytes
+from transport.memory import SlotArena, as_bytes
+from transport.zmq_link import (
+    CHUNK_BYTES,
+    GREETING,
+    MAGIC,
+    RECEIVE_QUEUE_CHUNKS,
+    DoorKeeper,
+    Link,
+    bind,
+    connect,
+    tune_malloc,
+)
+
+_ANNOUNCE = struct.Struct("<cQQQQQ")  # kind, ticket, seq, attempt, slot, bytes; the header follows
+_CHUNK = struct.Struct("<cQQ")  # kind, ticket, index; the payload is the next frame
+_ACK = struct.Struct("<Q")  # ticket
+_KIND_ANNOUNCE, _KIND_CHUNK = b"F", b"C"
+_MAX_CHUNKS_A_POLL = 64  # some 25 ms: then the owner's other work has its turn
+_RELEASE_TIMEOUT_S = 10.0
+
+
+def capabilities() -> Capabilities:
+    return Capabilities(
+        name="zmq",
+        one_sided=False,
+        same_host_only=False,
+        notices_peer_death=True,
+        bounce_bytes_per_peer=(RECEIVE_QUEUE_CHUNKS + 2) * CHUNK_BYTES,  # queued, being decoded, being copied
+        crc_by_default=True,  # TCP's own checksum has 16 bits
+    )
+
+
+def unavailable() -> str | None:
+    if zmq.zmq_version_info() < (4, 3):
+        return f"libzmq {zmq.zmq_version()} is too old: pip install 'pyzmq>=26'"
+    return None
+
+
+def open_receiver(arena: SlotArena, *, bind_host: str) -> ZmqReceiver:
+    tune_malloc()
+    return ZmqReceiver(arena, bind_host=bind_host)
+
+
+def open_sender(description: Description, *, num_slots: int, slot_bytes: int, timeout_s: float) -> ZmqSender:
+    tune_malloc()
+    endpoint, token = description.get("endpoint"), description.get("token")
+    if not (isinstance(endpoint, str) and endpoint.startswith("tcp://") and isinstance(token, bytes)):
+        raise RemoteProtocolError(f"zmq is described by a tcp endpoint and a token; got the keys {sorted(description)}")
+    link = Link()
+    try:
+        connect(link, endpoint, token, GREETING.pack(MAGIC, num_slots, slot_bytes), timeout_s=timeout_s)
+    except BaseException:
+        link.close()
+        raise
+    return ZmqSender(link, num_slots=num_slots, slot_bytes=slot_bytes)
+
+
+@dataclass
+class _Incoming:
+    """The fill whose chunks are arriving. `target`: where they go; None: nowhere, it was not armed or given up."""
+
+    ticket: int
+    fill: FillId
+    num_bytes: int
+    header: bytes
+    target: memoryview | None
+    received_bytes: int = 0
+    next_index: int = 0
+
+
+class ZmqReceiver(Receiver):
+    """See Receiver. The lock lets any thread close while the owner is in a call."""
+
+    def __init__(self, arena: SlotArena, *, bind_host: str) -> None:
+        self._lock = threading.RLock()
+        self._arena = arena
+        self._armed = ArmedFills(num_slots=arena.num_slots, slot_bytes=arena.slot_bytes)
+        self._fenced: list[FillId] = []
+        self._incoming: _Incoming | None = None
+        self._acks: deque[bytes] = deque()
+        self._connections: set[int] = set()  # sockets of whoever is connected, the teacher's among them
+        self._peer: int | None = None
+        self._lost: str | None = None
+        self._dropped = 0
+        self._closed = False
+        token = secrets.token_hex(32).encode()
+        self._link = Link()
+        try:
+            self._door = DoorKeeper(self._link, token)
+            endpoint = bind(self._link, bind_host)
+        except BaseException:
+            self._link.close()
+            raise
+        self._description: Description = {"endpoint": endpoint, "token": token}
+
+    def describe(self) -> Description:
+        return self._description
+
+    def arm(self, fill: FillId, *, num_bytes: int) -> None:
+        with self._lock:
+            if self._closed:
+                raise TransportClosed(f"{fill} was armed on a closed channel")
+            self._armed.arm(fill, num_bytes=num_bytes)
+
+    def disarm(self, fill: FillId) -> Fence:
+        with self._lock:
+            self._armed.discard(fill)
+            if self._incoming is not None and self._incoming.fill == fill:
+                self._incoming.target = None
+            return Fence.FENCED
+
+    def poll(self) -> list[Arrival]:
+        with self._lock:
+            if self._closed:
+                raise TransportClosed("a closed channel was polled")
+            arrivals: list[Arrival] = []
+            if self._lost is None:
+                self._door.answer()
+                # Asked before the last messages are read: nothing can follow them if it was gone by then.
+                is_gone = self._peer_is_gone()
+                is_drained = self._receive(arrivals)
+                self._send_acks()
+                if is_gone and is_drained:
+                    self._lost = "the teacher's connection ended"
+            self._link.settle(wants_room=bool(self._acks), has_news=self._lost is not None)
+            if not arrivals and self._lost is not None:
+                raise PeerLost(self._lost)
+            return arrivals
+
+    def poll_fenced(self) -> list[FillId]:
+        with self._lock:
+            fenced, self._fenced = self._fenced, []
+            return fenced
+
+    def wait_fds(self) -> tuple[int, ...]:
+        return () if self._closed else (self._link.fileno(),)
+
+    @property
+    def dropped(self) -> int:
+        return self._dropped
+
+    def close(self) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._fenced += self._armed.drain()
+            self._incoming = None  # it holds a view of the slot
+            self._link.close()
+
+    def forget(self) -> None:
+        self.close()
+        self._fenced.clear()
+
+    def _receive(self, arrivals: list[Arrival]) -> bool:
+        """Take in messages until a fill is whole; False: there may be more of them now."""
+        for _ in range(_MAX_CHUNKS_A_POLL):
+            try:
+                frame = self._link.socket.recv(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return True
+            self._take(frame)
+            if self._link.socket.getsockopt(zmq.RCVMORE):
+                self._drain_message()
+            if self._lost is not None:
+                return True
+            if self._incoming is not None and self._incoming.received_bytes == self._incoming.num_bytes:
+                arrivals += self._finish(self._incoming)
+                return False
+        return False
+
+    def _take(self, frame: zmq.Frame) -> None:
+        message = frame.bytes
+        header_bytes = len(message) - _ANNOUNCE.size
+        if self._peer is None and len(message) == GREETING.size and message.startswith(MAGIC):
+            self._greet(frame)
+        elif self._peer is not None and message[:1] == _KIND_ANNOUNCE and 0 <= header_bytes <= MAX_HEADER_BYTES:
+            self._begin(message)
+        elif self._incoming is not None and message[:1] == _KIND_CHUNK and len(message) == _CHUNK.size:
+            self._take_chunk(message)
+        else:
+            self._break("it sent a message of no known kind, or none of greeting first")
+
+    def _greet(self, frame: zmq.Frame) -> None:
+        # libzmq names the connection that a message came through and the one that ended by the same number.
+        self._peer = int(frame.get("__fd"))
+        self._acks.append(GREETING.pack(MAGIC, self._arena.num_slots, self._arena.slot_bytes))
+
+    def _begin(self, message: bytes) -> None:
+        _, ticket, seq, attempt, slot, num_bytes = _ANNOUNCE.unpack_from(message)
+        fill = FillId(seq, attempt, slot)
+        if self._incoming is not None or num_bytes > self._arena.slot_bytes:
+            self._break(f"it announced {fill} of {num_bytes} bytes, which no slot holds, or before the last was whole")
+            return
+        target = self._arena.buffer(slot)[:num_bytes] if self._armed.expects(fill, num_bytes) else None
+        self._incoming = _Incoming(ticket, fill, num_bytes, message[_ANNOUNCE.size :], target)
+
+    def _take_chunk(self, message: bytes) -> None:
+        _, ticket, index = _CHUNK.unpack(message)
+        incoming = self._incoming
+        is_next = incoming is not None and (ticket, index) == (incoming.ticket, incoming.next_index)
+        if incoming is None or not is_next or not self._link.socket.getsockopt(zmq.RCVMORE):
+            self._break(f"chunk {index} of put {ticket} is not the next one, or has no payload")
+            return
+        begin, left_bytes = incoming.received_bytes, incoming.num_bytes - incoming.received_bytes
+        room = memoryview(bytearray()) if incoming.target is None else incoming.target[begin:]
+        # recv_into does not say when a frame was cut to the room there is; it returns the frame's own length.
+        length = self._link.socket.recv_into(room[:CHUNK_BYTES], flags=zmq.NOBLOCK)
+        if not 0 < length <= min(left_bytes, CHUNK_BYTES):
+            self._break(f"chunk {index} of put {ticket} has {length} bytes; {left_bytes} were left")
+            return
+        incoming.received_bytes += length
+        incoming.next_index += 1
+
+    def _finish(self, incoming: _Incoming) -> list[Arrival]:
+        self._incoming = None
+        self._acks.append(_ACK.pack(incoming.ticket))
+        if incoming.target is None:
+            self._dropped += 1
+            return []
+        self._armed.discard(incoming.fill)
+        return [Arrival(fill=incoming.fill, num_bytes=incoming.num_bytes, header=incoming.header)]
+
+    def _break(self, why: str) -> None:
+        """The peer does not speak our protocol; what it sends from now on can't be attributed to a fill."""
+        self._lost = f"the teacher broke the protocol: {why}"
+        self._incoming = None
+
+    def _drain_message(self) -> None:
+        while self._link.socket.getsockopt(zmq.RCVMORE):
+            self._link.socket.recv_into(bytearray(), flags=zmq.NOBLOCK)
+
+    def _send_acks(self) -> None:
+        while self._acks:
+            try:
+                self._link.socket.send(self._acks[0], zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._acks.popleft()
+
+    def _peer_is_gone(self) -> bool:
+        for event, connection in self._link.life_events():
+            if event == zmq.EVENT_ACCEPTED:
+                self._connections.add(connection)
+            elif event in (zmq.EVENT_DISCONNECTED, zmq.EVENT_CLOSED):
+                self._connections.discard(connection)
+        return self._peer is not None and self._peer not in self._connections
+
+
+@dataclass
+class _Outgoing:
+    """A put that was not acknowledged. `trackers`: one for each chunk whose memory was lent to zmq."""
+
+    ticket: Ticket
+    frames: Iterator[tuple[bytes, memoryview | None]]
+    trackers: list[zmq.MessageTracker] = field(default_factory=list)
+
+
+class ZmqSender(Sender):
+    """See Sender. After close() returned, zmq reads no source any more."""
+
+    def __init__(self, link: Link, *, num_slots: int, slot_bytes: int) -> None:
+        self._lock = threading.RLock()
+        self._link = link
+        self._num_slots = num_slots
+        self._slot_bytes = slot_bytes
+        self._num_puts = 0
+        self._outbox: deque[_Outgoing] = deque()  # not handed to zmq as a whole
+        self._next_frames: tuple[bytes, memoryview | None] | None = None  # of the first of them
+        self._unacknowledged: dict[int, _Outgoing] = {}
+        self._lost: str | None = None
+        self._closed = False
+
+    def put(self, fill: FillId, *, header: bytes, parts: Sequence[torch.Tensor]) -> Ticket:
+        with self._lock:
+            sources = check_put(
+                fill, header=header, parts=parts, num_slots=self._num_slots, slot_bytes=self._slot_bytes
+            )
+            self._check_open(f"{fill} was put")
+            if self._lost is not None:
+                raise PeerLost(self._lost)
+            self._num_puts += 1
+            ticket = Ticket(self._num_puts)
+            outgoing = _Outgoing(ticket, _frames(ticket, fill, header, sources))
+            self._unacknowledged[ticket.number] = outgoing
+            self._outbox.append(outgoing)
+            self._flush()
+            self._link.settle(wants_room=bool(self._outbox))
+            return ticket
+
+    def poll(self) -> list[Ticket]:
+        with self._lock:
+            self._check_open("it was polled")
+            tickets: list[Ticket] = []
+            if self._lost is None:
+                is_gone = any(
+                    event in (zmq.EVENT_DISCONNECTED, zmq.EVENT_CLOSED) for event, _ in self._link.life_events()
+                )
+                tickets = self._take_acks()
+                self._flush()
+                if is_gone:
+                    self._lost = "the student's connection ended"
+            self._link.settle(wants_room=bool(self._outbox), has_news=self._lost is not None)
+            if not tickets and self._lost is not None:
+                raise PeerLost(self._lost)
+            return tickets
+
+    @property
+    def unfinished(self) -> int:
+        return len(self._unacknowledged)
+
+    def wait_fds(self) -> tuple[int, ...]:
+        return () if self._closed else (self._link.fileno(),)
+
+    def close(self) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._outbox.clear()
+            self._next_frames = None
+            self._link.close()
+            for outgoing in self._unacknowledged.values():
+                for tracker in outgoing.trackers:
+                    tracker.wait(_RELEASE_TIMEOUT_S)
+            self._unacknowledged.clear()
+
+    def _check_open(self, what: str) -> None:
+        if self._closed:
+            raise TransportClosed(f"{what} after close()")
+
+    def _flush(self) -> None:
+        """Hand chunks to zmq while it has room."""
+        for _ in range(_MAX_CHUNKS_A_POLL):
+            if self._next_frames is None:
+                if not self._outbox:
+                    return
+                self._next_frames = next(self._outbox[0].frames, None)
+                if self._next_frames is None:
+                    self._outbox.popleft()
+                    continue
+            meta, payload = self._next_frames
+            try:
+                if payload is None:
+                    self._link.socket.send(meta, zmq.NOBLOCK)
+                else:
+                    self._link.socket.send(meta, zmq.NOBLOCK | zmq.SNDMORE)
+                    # If this is refused the connection has just ended, which the next poll() will find.
+                    tracker = self._link.socket.send(payload, zmq.NOBLOCK, copy=False, track=True)
+                    self._outbox[0].trackers.append(tracker)
+            except zmq.Again:
+                return
+            self._next_frames = None
+
+    def _take_acks(self) -> list[Ticket]:
+        tickets: list[Ticket] = []
+        while True:
+            try:
+                message = self._link.socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return tickets
+            number = _ACK.unpack(message)[0] if len(message) == _ACK.size else 0
+            outgoing = self._unacknowledged.pop(number, None)
+            if outgoing is None:
+                self._lost = "the student broke the protocol: it acknowledged what was not sent"
+                return tickets
+            tickets.append(outgoing.ticket)
+
+
+def _frames(
+    ticket: Ticket, fill: FillId, header: bytes, sources: Sequence[torch.Tensor]
+) -> Iterator[tuple[bytes, memoryview | None]]:
+    """(what it is, payload) of each message of a put."""
+    yield _ANNOUNCE.pack(_KIND_ANNOUNCE, ticket.number, *fill, total_bytes(sources)) + header, None
+    index = 0
+    for source in map(as_bytes, sources):
+        for begin in range(0, len(source), CHUNK_BYTES):
+            yield _CHUNK.pack(_KIND_CHUNK, ticket.number, index), source[begin : begin + CHUNK_BYTES]
+            index += 1
