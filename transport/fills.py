@@ -64,8 +64,11 @@ def check_fill(fill: FillId, *, num_slots: int) -> None:
     """Raises LocalProtocolError: a number is out of range."""
     if not 0 <= fill.slot < num_slots:
         raise LocalProtocolError(f"{fill}: slot is out of range; allowed: 0 to {num_slots - 1}")
-    if not (0 <= fill.seq <= MAX_FILL_NUMBER and 0 <= fill.attempt <= MAX_FILL_NUMBER):
-        raise LocalProtocolError(f"{fill}: seq or attempt is out of range; allowed: 0 to {MAX_FILL_NUMBER}")
+    # Pieces of the head have negative seqs.
+    if not (abs(fill.seq) <= MAX_FILL_NUMBER and 0 <= fill.attempt <= MAX_FILL_NUMBER):
+        raise LocalProtocolError(
+            f"{fill}: seq or attempt is out of range; allowed: up to {MAX_FILL_NUMBER}, attempts from 0"
+        )
 
 
 def check_put(

@@ -28,7 +28,7 @@ from transport.memory import SlotArena
 from transport.shm_handshake import Listener, Peer, connect
 from transport.wakeup import Wakeup
 
-_COMPLETION = struct.Struct("<QQQQ")  # seq, attempt, slot, bytes; the header follows
+_COMPLETION = struct.Struct("<qQQQ")  # seq, attempt, slot, bytes; the header follows
 _MAX_COMPLETION_BYTES = _COMPLETION.size + MAX_HEADER_BYTES
 
 

@@ -38,7 +38,7 @@ from transport.zmq_link import (
     tune_malloc,
 )
 
-_ANNOUNCE = struct.Struct("<cQQQQQ")  # kind, ticket, seq, attempt, slot, bytes; the header follows
+_ANNOUNCE = struct.Struct("<cQqQQQ")  # kind, ticket, seq, attempt, slot, bytes; the header follows
 _CHUNK = struct.Struct("<cQQ")  # kind, ticket, index; the payload is the next frame
 _ACK = struct.Struct("<Q")  # ticket
 _KIND_ANNOUNCE, _KIND_CHUNK = b"F", b"C"
