@@ -87,9 +87,11 @@ def run(command: Callable[[], None], *, prog: str, debug: bool) -> int:
 
 
 def set_up_logging(*, debug: bool) -> None:
-    """Log lines go to stderr; stdout is for results."""
+    """Log lines go to stderr; stdout is for results. Libraries are heard from WARNING on, whatever `debug` says."""
+    for name in ("ring", "transport", "teacher", "student"):
+        logging.getLogger(name).setLevel(logging.DEBUG if debug else logging.INFO)
     logging.basicConfig(
-        level=logging.DEBUG if debug else logging.INFO,
+        level=logging.WARNING,
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
         datefmt="%H:%M:%S",
         stream=sys.stderr,

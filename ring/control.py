@@ -97,7 +97,7 @@ def is_loopback(host: str) -> bool:
 
 
 def address_towards(endpoint: str) -> str:
-    """The local address from which this machine would send to the endpoint. Raises TransportError: there is no route."""
+    """The local address from which this machine sends to the endpoint. Raises TransportError: there is no route."""
     host, port = parse_endpoint(endpoint, flag="--teacher")
     try:
         family, kind, _, _, address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
@@ -130,7 +130,7 @@ class ZmqLink:
         self._name = endpoint
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.IDENTITY, b"s" + secrets.token_bytes(12))
-        _bound_socket(self._socket)
+        _bound_socket(self._socket, endpoint)
         # A replica that is not there yet is tried about once a second, not ten times.
         self._socket.setsockopt(zmq.RECONNECT_IVL, 100)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
@@ -200,7 +200,7 @@ class ZmqPort:
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], listen: str, *, flag: str = "--listen") -> None:
         parse_endpoint(listen, flag=flag)
         self._socket = context.socket(zmq.ROUTER)
-        _bound_socket(self._socket)
+        _bound_socket(self._socket, listen)
         # Without it a frame to a student that left vanishes without a word.
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._closed = False
@@ -250,7 +250,7 @@ def _fd(socket: zmq.Socket[bytes]) -> int:
     return int(socket.getsockopt(zmq.FD))
 
 
-def _bound_socket(socket: zmq.Socket[bytes]) -> None:
+def _bound_socket(socket: zmq.Socket[bytes], endpoint: str) -> None:
     """Bounds for what a peer can make this process hold. Heartbeats notice a cut link that TCP would not."""
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
     socket.setsockopt(zmq.SNDHWM, MAX_QUEUED_FRAMES)
@@ -258,7 +258,8 @@ def _bound_socket(socket: zmq.Socket[bytes]) -> None:
     socket.setsockopt(zmq.LINGER, LINGER_MS)
     socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10000)
-    socket.setsockopt(zmq.IPV6, 1)
+    # Only where it is asked for: an IPv4 endpoint would be shown as an IPv6 one.
+    socket.setsockopt(zmq.IPV6, int("[" in endpoint))
 
 
 class Mailbox:

@@ -28,14 +28,13 @@ import zmq
 from ring.command import describe, flag, parse, run, set_up_logging
 from ring.control import ZmqPort, check_exposure
 from ring.core.errors import ConfigError
-from teacher.forward import fix_kernels
+from ring.determinism import fix_kernels
 from teacher.load import load_teacher
 from teacher.service import ServiceConfig, TeacherService
 from transport import registry
 
-logger = logging.getLogger(__name__)
-
 PROG = "teacher.serve"
+logger = logging.getLogger(PROG)
 #: What `make demo` leaves; the bare command serves it.
 DEMO_MODEL = Path("runs/demo/teacher")
 #: A drain that takes longer than this is given up: a student that does not read must not keep the process.
@@ -110,7 +109,9 @@ def serve(config: ServeConfig) -> None:
                 deterministic=config.deterministic,
             ),
         )
-        _announce(config, port.endpoint, f"model={model.name} fingerprint={model.fingerprint} transport={backends}")
+        _announce(
+            config, port.endpoint, f"model={model.name} fingerprint={model.fingerprint} transport={','.join(backends)}"
+        )
         _run(service)
         service.close()
     finally:

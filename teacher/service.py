@@ -44,6 +44,7 @@ from ring.core.messages import (
     Request,
     TokenRequest,
     Welcome,
+    WireDtype,
 )
 from ring.core.teacher import (
     Batch,
@@ -113,8 +114,7 @@ class TeacherService:
                 max_rows=config.max_batch_tokens,
                 max_tokens=config.max_batch_tokens,
                 student_timeout_s=config.student_timeout_s,
-            ),
-            now_s=time.monotonic(),
+            )
         )
         self._head = model.head_info()
         row_bytes = self._head.hidden_size * self._head.dtype.itemsize_bytes

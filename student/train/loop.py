@@ -195,8 +195,11 @@ class Loop:
         """The states where the loss runs; on the CPU they are read in place. A microbatch without rows has none."""
         if states is not None:
             return states.to(self._settings.device, non_blocking=True)
+        if self._ring is None:
+            return None
         weight = self._module.teacher_weight
-        return None if weight is None else weight.new_empty(0, weight.shape[1])
+        assert weight is not None  # a ring comes with a teacher's head
+        return weight.new_empty(0, weight.shape[1])
 
     def _between_steps(self, reporter: Reporter) -> None:
         step, settings = self.progress.step, self._settings
