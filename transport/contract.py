@@ -73,7 +73,9 @@ class Endpoint(abc.ABC):
 
     @abc.abstractmethod
     def wait_fds(self) -> tuple[int, ...]:
-        """Descriptors that become readable when `poll()` may have news, given that it was polled until it had none."""
+        """Descriptors that become readable when `poll()` may have news, given that it was polled until it had none.
+
+        A ticket that is ready to be returned is news. After close(): empty, except on a Receiver with pending fences."""
 
     @abc.abstractmethod
     def close(self) -> None:
@@ -91,8 +93,8 @@ class Receiver(Endpoint):
     def arm(self, fill: FillId, *, num_bytes: int) -> None:
         """Let exactly one payload of exactly `num_bytes` for `fill` land in its slot.
 
-        Raises LocalProtocolError: the slot is armed already or out of range, or num_bytes exceeds slot_bytes;
-        nothing changed. Raises TransportClosed."""
+        Raises LocalProtocolError: the slot is out of range, armed already or quarantined by a pending fence, or
+        num_bytes exceeds slot_bytes; nothing changed. Raises TransportClosed."""
 
     @abc.abstractmethod
     def disarm(self, fill: FillId) -> Fence:
@@ -109,7 +111,10 @@ class Receiver(Endpoint):
 
     @abc.abstractmethod
     def poll_fenced(self) -> list[FillId]:
-        """Fills that `disarm` or `close` left PENDING and that are fenced now. Works after close()."""
+        """Fills that `disarm` left PENDING, or that were armed at `close()`, and that are fenced now; each once.
+
+        While the channel is open, news of fences come with poll(). After close() this method looks for them itself,
+        and wait_fds() tells when to call it again: until it is empty, some fence is pending."""
 
     @abc.abstractmethod
     def forget(self) -> None:
@@ -140,7 +145,8 @@ class Sender(Endpoint):
         """Begin to write `parts` one after the other into the fill's slot; never blocks, never drops.
 
         parts: contiguous tensors of any shape and dtype on the CPU; may be empty. They must stay unchanged until the
-        ticket is returned by `poll()`, exactly once.
+        ticket was returned by `poll()`, which happens exactly once, or close() has returned. A ticket is returned only
+        when closing this side can't lose the fill any more.
         Raises LocalProtocolError: more bytes than a slot holds, an unknown slot, a header over MAX_HEADER_BYTES or a
         part that is not contiguous; nothing was written. Raises PeerLost, TransportClosed."""
 

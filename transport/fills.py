@@ -14,7 +14,7 @@ from ring.core.messages import FillId
 from transport.contract import MAX_HEADER_BYTES
 from transport.memory import byte_tensor
 
-#: Every number of a FillId travels as an unsigned 64-bit integer whose top bit is unused.
+#: Every number of a FillId travels as a 64-bit integer.
 MAX_FILL_NUMBER = 2**63 - 1
 
 

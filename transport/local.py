@@ -14,13 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ring.core.errors import (
-    LocalProtocolError,
-    PeerLost,
-    RemoteProtocolError,
-    TransportClosed,
-    TransportError,
-)
+from ring.core.errors import PeerLost, RemoteProtocolError, TransportClosed, TransportError
 from ring.core.messages import Description, FillId
 from transport.contract import Arrival, Capabilities, Fence, Receiver, Sender, Ticket
 from transport.fills import ArmedFills, check_put, copy_into, total_bytes
@@ -90,6 +84,11 @@ class _Channel:
                 raise TransportError("this local channel has a sender already, or its student closed it")
             self.has_sender = True
 
+    def release_if_settled(self) -> None:
+        """After the receiver's close(): its descriptor goes once no fence is pending. Call with the lock held."""
+        if self.receiver_closed and not self.pending:
+            self.receiver_news.close()
+
 
 #: The channels whose student has not gone; a description names one of them.
 _channels: weakref.WeakValueDictionary[str, _Channel] = weakref.WeakValueDictionary()
@@ -136,6 +135,7 @@ class LocalReceiver(Receiver):
         channel = self._channel
         with channel.lock:
             fenced, channel.fenced = channel.fenced, []
+            channel.release_if_settled()
             return fenced
 
     def wait_fds(self) -> tuple[int, ...]:
@@ -159,14 +159,14 @@ class LocalReceiver(Receiver):
                     channel.fenced.append(fill)
             channel.arrivals.clear()
             channel.sender_news.set()
-        channel.receiver_news.set()
-        channel.receiver_news.close()
+            channel.release_if_settled()
 
     def forget(self) -> None:
         self.close()
         with self._channel.lock:
             self._channel.pending.clear()
             self._channel.fenced.clear()
+            self._channel.release_if_settled()
 
 
 class LocalSender(Sender):
@@ -175,8 +175,13 @@ class LocalSender(Sender):
     def __init__(self, channel: _Channel) -> None:
         self._channel = channel
         self._num_puts = 0
+        self._putting = threading.RLock()  # so that close() in another thread waits for a copy to end
 
     def put(self, fill: FillId, *, header: bytes, parts: Sequence[torch.Tensor]) -> Ticket:
+        with self._putting:
+            return self._put(fill, header=header, parts=parts)
+
+    def _put(self, fill: FillId, *, header: bytes, parts: Sequence[torch.Tensor]) -> Ticket:
         channel = self._channel
         arena = channel.arena
         sources = check_put(fill, header=header, parts=parts, num_slots=arena.num_slots, slot_bytes=arena.slot_bytes)
@@ -185,8 +190,6 @@ class LocalSender(Sender):
             self._check_open(f"{fill} was put")
             if channel.receiver_closed:
                 raise PeerLost("the student closed the local channel")
-            if channel.writing is not None:
-                raise LocalProtocolError(f"{fill}: another thread is putting {channel.writing} on this sender")
             slot = None
             if channel.armed.expects(fill, num_bytes):
                 slot = arena.view(fill.slot, torch.uint8, (num_bytes,))
@@ -207,6 +210,7 @@ class LocalSender(Sender):
                     if fill in channel.pending:
                         channel.pending.discard(fill)
                         channel.fenced.append(fill)
+                        channel.receiver_news.set()
         with channel.lock:
             self._num_puts += 1
             ticket = Ticket(self._num_puts)
@@ -235,7 +239,7 @@ class LocalSender(Sender):
 
     def close(self) -> None:
         channel = self._channel
-        with channel.lock:
+        with self._putting, channel.lock:
             if channel.sender_closed:
                 return
             channel.sender_closed = True

@@ -111,7 +111,7 @@ class ShmReceiver(Receiver):
             return fenced
 
     def wait_fds(self) -> tuple[int, ...]:
-        return () if self._closed else (self._news.fileno(),)
+        return () if self._news.closed else (self._news.fileno(),)
 
     @property
     def dropped(self) -> int:
@@ -130,7 +130,6 @@ class ShmReceiver(Receiver):
                 # Half closed: the teacher sees the end, while its late completions and its own end still reach us.
                 self._connection.shutdown(socket.SHUT_WR)
             self._close_listener()
-            self._news.close()
             self._release_if_settled()
 
     def forget(self) -> None:
@@ -196,10 +195,9 @@ class ShmReceiver(Receiver):
             # If it has ended already, the end of its connection says so too.
             with contextlib.suppress(ProcessLookupError):
                 self._pidfd = os.pidfd_open(peer.pid)
-        if not self._closed:
-            self._news.register(self._connection, select.EPOLLIN)
-            if self._pidfd >= 0:
-                self._news.register(self._pidfd, select.EPOLLIN)
+        self._news.register(self._connection, select.EPOLLIN)
+        if self._pidfd >= 0:
+            self._news.register(self._pidfd, select.EPOLLIN)
         self._close_listener()
 
     def _lose(self, reason: str) -> None:
@@ -210,14 +208,14 @@ class ShmReceiver(Receiver):
 
     def _close_listener(self) -> None:
         if self._listener is not None:
-            if not self._closed:
-                self._news.unregister(self._listener)
+            self._news.unregister(self._listener)
             self._listener.close()
             self._listener = None
 
     def _release_if_settled(self) -> None:
         """After close(): let go of the connection once no fence depends on it."""
         if self._closed and not self._pending:
+            self._news.close()
             if self._connection is not None:
                 self._connection.close()
             if self._pidfd >= 0:
