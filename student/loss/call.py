@@ -117,11 +117,12 @@ class DistillationLoss(ABC):
             all_rows=all_rows,
             ignore_index=options.ignore_index,
         )
-        if teacher_row_scale is not None and teacher_hidden is not None:
-            if teacher_row_scale.shape != (teacher_hidden.shape[0],):
-                raise ValueError(
-                    f"teacher_row_scale: got {tuple(teacher_row_scale.shape)}; allowed: [{teacher_hidden.shape[0]}]"
-                )
+        if teacher_hidden is None:
+            teacher_row_scale = None
+        elif teacher_row_scale is not None and teacher_row_scale.shape != teacher_hidden.shape[:1]:
+            raise ValueError(
+                f"teacher_row_scale: got {tuple(teacher_row_scale.shape)}; allowed: [{teacher_hidden.shape[0]}]"
+            )
         if rows.count == 0:
             self._count_empty_call()
         return self._compute(

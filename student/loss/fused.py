@@ -1,177 +1,150 @@
-"""The fused loss: values and gradients window by window, without either logits matrix.
-
-Legend: N rows given, R rows of a window, C columns of a tile, V columns that count, H hidden size.
-"""
+"""The fused loss's place in autograd: which gradients are made when, scaled by what, and into which memory."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from planner.loss_costs import LossPlan
 from student.loss.call import LossCall
-from student.loss.divergences import DIVERGENCES, Scaled, Terms
-from student.loss.head import Head
+from student.loss.epilogue import Epilogue
+from student.loss.run import Gradients, LossRun
 
-WINDOW_ROWS = 128
-COLUMN_TILE = 4096
-
-
-@dataclass
-class _Sums:
-    kd: Tensor
-    ce: Tensor
+# fp16 can't hold gradients of logits below 6e-8: they are multiplied by this before the cast, and the results divided.
+FP16_BOOST = 256.0
 
 
 class FusedLoss(torch.autograd.Function):
-    """Gradients are computed in forward, unscaled; backward multiplies them in place by grad_output / divisor."""
+    """keep makes the gradients in forward, backward multiplies them in place by what arrives; recompute makes them in
+    backward, scaled from the start."""
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: LossCall, needs_grad: bool
+        ctx: Any,
+        hidden_NH: Tensor,
+        weight_VH: Tensor,
+        bias_V: Tensor | None,
+        call: LossCall,
+        plan: LossPlan,
+        epilogue: Epilogue,
+        needs_grad: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        needs = [needs_grad and need for need in ctx.needs_input_grad[:3]]
-        with torch.autocast(device_type=hidden.device.type, enabled=False):
-            kd, ce, grads = _run(call, needs)
-        divisor = call.divisor
-        kd = kd * call.options.kd_scale / divisor
-        ce = ce / divisor
-        ctx.grads = grads
-        ctx.divisor = divisor
-        ctx.dtypes = [hidden.dtype, weight.dtype, None if bias is None else bias.dtype]
+        needs = tuple(needs_grad and need for need in ctx.needs_input_grad[:3])
+        call = _detached(call)
+        run = LossRun(call, plan, replace(epilogue, student_head=call.student_head))
+        grads = Gradients(None, None, None)
+        with torch.autocast(device_type=hidden_NH.device.type, enabled=False):
+            if call.rows.count:
+                if plan.mode == "keep":
+                    grads = _empty_gradients(call, epilogue.dtype, needs, main_grad=None)
+                    run.keep(grads, _forward_scale(call))
+                else:
+                    run.collect()
+            kd, ce = run.sums()
+        kd, ce = kd * call.options.kd_scale / call.divisor, ce / call.divisor
         ctx.mark_non_differentiable(kd, ce)
+        if any(needs):
+            ctx.save_for_backward(hidden_NH, weight_VH, bias_V)
+            ctx.run, ctx.grads, ctx.needs = run, grads, needs
+            ctx.teacher_version = _version(call.teacher_hidden)
         return call.options.kd_weight * kd + call.options.ce_weight * ce, kd, ce
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        scale = grad_loss / ctx.divisor
-        grads = [None if g is None else g.mul_(scale).to(dtype) for g, dtype in zip(ctx.grads, ctx.dtypes, strict=True)]
+    def backward(ctx: Any, grad_loss: Tensor, *unused: Any) -> tuple[Tensor | None, ...]:
+        hidden_NH, weight_VH, bias_V = ctx.saved_tensors
+        with torch.autocast(device_type=hidden_NH.device.type, enabled=False):
+            grads = _backward(ctx.run, ctx.grads, ctx.needs, ctx.teacher_version, grad_loss)
+        # They are handed over and were scaled in place: a second backward makes its own.
         ctx.grads = None
-        return (*grads, None, None)
+        main_grad = ctx.run.call.student_head.main_grad
+        weight_grad_VH = grads.weight
+        if main_grad is not None and weight_grad_VH is not None:
+            if weight_grad_VH is not main_grad:
+                main_grad.add_(weight_grad_VH)
+            weight_grad_VH = None
+        given = (grads.hidden, weight_grad_VH, grads.bias)
+        wanted = (hidden_NH, weight_VH, bias_V)
+        returned = [None if g is None else g.to(w.dtype) for g, w in zip(given, wanted, strict=True)]
+        return (*returned, None, None, None, None)
 
 
-def _product(hidden_RH: Tensor, weight_CH: Tensor, dtype: torch.dtype, precision: str) -> Tensor:
-    if hidden_RH.dtype.itemsize == 1:
-        hidden_RH = hidden_RH.to(weight_CH.dtype)
-    weight_HC = weight_CH.to(hidden_RH.dtype).T
-    high_RC = torch.mm(hidden_RH, weight_HC)
-    out_RC = high_RC.to(dtype)
-    if hidden_RH.dtype.itemsize == 2 and precision == "fp32":
-        out_RC += torch.addmm(high_RC, hidden_RH, weight_HC, beta=-1)
-    return out_RC
+def _backward(
+    run: LossRun, grads: Gradients | None, needs: tuple[bool, ...], teacher_version: int | None, grad_loss: Tensor
+) -> Gradients:
+    call, dtype = run.call, run.epilogue.dtype
+    is_fp16 = call.student_hidden.dtype == torch.float16
+    if not call.rows.count:
+        return _zero_gradients(call, dtype, needs)
+    factor: Tensor | None = grad_loss
+    if (run.plan.mode == "recompute" or grads is None) and _version(call.teacher_hidden) != teacher_version:
+        raise RuntimeError(
+            "teacher_hidden: overwritten between forward and backward; allowed: unchanged until backward is done"
+        )
+    if run.plan.mode == "recompute":
+        # fp16 sums are scaled at their end, so they can't go straight into a sum that holds other calls' gradients.
+        grads = _empty_gradients(call, dtype, needs, main_grad=None if is_fp16 else call.student_head.main_grad)
+        run.differentiate(grads, FP16_BOOST if is_fp16 else grad_loss / call.divisor)
+        factor = None
+    elif grads is None:
+        grads = _empty_gradients(call, dtype, needs, main_grad=None)
+        LossRun(call, run.plan, run.epilogue).keep(grads, _forward_scale(call))
+    if is_fp16:
+        factor = grad_loss / call.divisor / FP16_BOOST
+    if factor is not None:
+        for grad in (grads.hidden, grads.weight, grads.bias):
+            if grad is not None:
+                grad.mul_(factor)
+    return grads
 
 
-def _logits(hidden_RH: Tensor, head: Head, dtype: torch.dtype, precision: str, row_scale_R: Tensor | None) -> Tensor:
-    num = head.num_real_columns
-    out_RV = torch.empty(hidden_RH.shape[0], num, dtype=dtype, device=hidden_RH.device)
-    for start in range(0, num, COLUMN_TILE):
-        stop = min(start + COLUMN_TILE, num)
-        out_RV[:, start:stop] = _product(hidden_RH, head.weight[start:stop].detach(), dtype, precision)
-    if row_scale_R is not None:
-        out_RV *= row_scale_R[:, None].to(dtype)
-    if head.bias is not None:
-        out_RV += head.bias[:num].detach().to(dtype)
-    out_RV *= head.logit_scale
-    if head.logit_softcap is not None:
-        out_RV.div_(head.logit_softcap).tanh_().mul_(head.logit_softcap)
-    return out_RV
+def _forward_scale(call: LossCall) -> float | Tensor:
+    return FP16_BOOST if call.student_hidden.dtype == torch.float16 else 1.0 / call.divisor
 
 
-def _dot(a: Tensor, b: Scaled | None) -> Tensor | float:
-    return 0.0 if b is None else (a * b.tensor_BC).sum(-1) * b.factor
+def _detached(call: LossCall) -> LossCall:
+    """The call without its ties to autograd: nothing inside makes a graph, nothing outlives it through one."""
+    head, teacher_head = call.student_head, call.teacher_head
+    return replace(
+        call,
+        student_hidden=call.student_hidden.detach(),
+        student_head=head.detached(),
+        teacher_hidden=None if call.teacher_hidden is None else call.teacher_hidden.detach(),
+        teacher_head=None if teacher_head is None else teacher_head.detached(),
+    )
 
 
-def _run(call: LossCall, needs: list[bool]) -> tuple[Tensor, Tensor, list[Tensor | None]]:
-    hidden, head, rows, options = call.student_hidden.detach(), call.student_head, call.rows, call.options
-    dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-    num, temperature = head.num_real_columns, options.temperature
-    kd, ce = hidden.new_zeros((), dtype=dtype), hidden.new_zeros((), dtype=dtype)
-    d_hidden = torch.zeros_like(hidden) if needs[0] else None
-    d_weight = torch.zeros_like(head.weight, dtype=dtype) if needs[1] else None
-    d_bias = torch.zeros_like(head.bias, dtype=dtype) if needs[2] and head.bias is not None else None
-    floor = torch.finfo(dtype).min / 2
-    for start in range(0, rows.count, WINDOW_ROWS):
-        stop = min(start + WINDOW_ROWS, rows.count)
-        x_RH = rows.pick(hidden, start, stop)
-        z_RV = _logits(x_RH, head, dtype, options.precision, None).clamp_(min=floor)
-        w_R = z_RV.new_ones(stop - start)
-        if call.row_weights is not None:
-            w_R = rows.pick(call.row_weights, start, stop).to(dtype)
-        grad_RV = torch.zeros_like(z_RV)
-        if call.teacher_hidden is not None and call.teacher_head is not None:
-            scale_R = None
-            if call.teacher_row_scale is not None:
-                scale_R = rows.pick_teacher(call.teacher_row_scale, start, stop)
-            y_RH = rows.pick_teacher(call.teacher_hidden.detach(), start, stop)
-            v_RV = _logits(y_RH, call.teacher_head, dtype, options.precision, scale_R).clamp_(min=floor)
-            kd_R = _kd_window(z_RV / temperature, v_RV / temperature, grad_RV, call)
-            kd += (w_R * kd_R).sum()
-            grad_RV *= options.kd_weight * options.kd_scale / temperature
-        if call.labels is not None:
-            labels_R = rows.pick(call.labels, start, stop)
-            valid_R = labels_R != options.ignore_index
-            lse_R1 = z_RV.logsumexp(-1, keepdim=True)
-            safe_R1 = labels_R.where(valid_R, 0)[:, None]
-            ce += ((lse_R1 - z_RV.gather(1, safe_R1)).squeeze(1) * valid_R * w_R).sum()
-            p_RV = (z_RV - lse_R1).exp_()
-            p_RV.scatter_add_(1, safe_R1, torch.full_like(lse_R1, -1.0))
-            grad_RV += p_RV.mul_(valid_R[:, None] * options.ce_weight)
-        grad_RV *= w_R[:, None] * head.logit_scale
-        if head.logit_softcap is not None:
-            grad_RV *= 1 - (z_RV / head.logit_softcap) ** 2
-        if d_bias is not None:
-            d_bias[:num] += grad_RV.sum(0) / head.logit_scale * head.logit_scale
-        _accumulate(grad_RV.to(hidden.dtype), x_RH, call, start, stop, d_hidden, d_weight)
-    return kd, ce, [d_hidden, d_weight, d_bias]
+def _version(tensor: Tensor | None) -> int | None:
+    """How often torch wrote into the tensor; None where it does not count (writes from elsewhere are never seen)."""
+    return None if tensor is None or tensor.is_inference() else tensor._version
 
 
-def _kd_window(u_RV: Tensor, v_RV: Tensor, grad_RV: Tensor, call: LossCall) -> Tensor:
-    """The divergence of each row; grad_RV becomes its gradient in the tempered logits."""
-    entry = DIVERGENCES[call.options.divergence]
-    u_max_R1, v_max_R1 = u_RV.amax(-1, keepdim=True), v_RV.amax(-1, keepdim=True)
-    p_RV, q_RV = (u_RV - u_max_R1).exp_(), (v_RV - v_max_R1).exp_()
-    p_sum_R1, q_sum_R1 = p_RV.sum(-1, keepdim=True), q_RV.sum(-1, keepdim=True)
-    p_RV /= p_sum_R1
-    q_RV /= q_sum_R1
-    ratio_RV = v_RV - u_RV + (u_max_R1 - v_max_R1) + (p_sum_R1 / q_sum_R1).log()
-    if entry.mean_log_ratio is None:
-        limit = 700.0 if ratio_RV.dtype == torch.float64 else 80.0
-        ratio_RV.clamp_(-limit, limit)
-    scratch = tuple(torch.empty_like(ratio_RV) for _ in range(entry.num_scratch))
-    terms: Terms = entry.terms(ratio_RV, scratch, entry.mix(call.options))
-    kd_R = _dot(p_RV, terms.student) + _dot(q_RV, terms.teacher)
-    slope_mean_R = _dot(p_RV, terms.slope) + terms.teacher_slope + torch.zeros_like(u_max_R1).squeeze(1)
-    grad_RV.copy_(-slope_mean_R[:, None].expand_as(grad_RV))
-    if terms.slope is not None:
-        grad_RV.add_(terms.slope.tensor_BC, alpha=terms.slope.factor)
-    grad_RV.mul_(p_RV).add_(q_RV, alpha=terms.teacher_slope)
-    assert isinstance(kd_R, Tensor)
-    return kd_R.clamp_(min=0)
-
-
-def _accumulate(
-    grad_RV: Tensor,
-    x_RH: Tensor,
-    call: LossCall,
-    start: int,
-    stop: int,
-    d_hidden: Tensor | None,
-    d_weight: Tensor | None,
-) -> None:
-    head, index, num = call.student_head, call.rows.index, call.student_head.num_real_columns
-    dx_RH = torch.zeros(x_RH.shape, dtype=torch.promote_types(torch.float32, x_RH.dtype), device=x_RH.device)
-    for c0 in range(0, num, COLUMN_TILE):
-        c1 = min(c0 + COLUMN_TILE, num)
-        if d_hidden is not None:
-            dx_RH += grad_RV[:, c0:c1] @ head.weight[c0:c1].detach().to(x_RH.dtype)
-        if d_weight is not None:
-            d_weight[c0:c1] += grad_RV[:, c0:c1].T @ x_RH
-    if d_hidden is not None:
-        if index is None:
-            d_hidden[start:stop] = dx_RH.to(d_hidden.dtype)
+def _empty_gradients(
+    call: LossCall, dtype: torch.dtype, needs: tuple[bool, ...], main_grad: Tensor | None
+) -> Gradients:
+    hidden, head = call.student_hidden, call.student_head
+    grads = Gradients(None, None, None)
+    if needs[0]:
+        # Rows that don't count are never written.
+        grads.hidden = torch.zeros_like(hidden) if call.rows.index is not None else torch.empty_like(hidden)
+    if needs[1]:
+        if main_grad is not None:
+            grads.weight, grads.has_weight = main_grad, True
         else:
-            d_hidden.index_copy_(0, index[start:stop], dx_RH.to(d_hidden.dtype))
+            grads.weight = torch.empty(head.weight.shape, dtype=dtype, device=hidden.device)
+            grads.weight[head.num_real_columns :].zero_()
+    if needs[2] and head.bias is not None:
+        grads.bias = torch.zeros(head.bias.shape, dtype=dtype, device=hidden.device)
+    return grads
+
+
+def _zero_gradients(call: LossCall, dtype: torch.dtype, needs: tuple[bool, ...]) -> Gradients:
+    grads = _empty_gradients(call, dtype, needs, main_grad=None)
+    for grad in (grads.hidden, grads.weight, grads.bias):
+        if grad is not None:
+            grad.zero_()
+    return grads

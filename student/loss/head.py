@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -15,7 +15,10 @@ class Head:
     In a vocabulary group weight and bias are this rank's columns, vocab_start is the first one's index, and real_vocab
     counts the columns of the whole vocabulary.
 
-    Raises ValueError or TypeError: a shape, number or dtype that can't be a head.
+    main_grad [V, H]: a gradient in float32 (float64 with float64 states) that dW is added to in backward; autograd then
+    gets none for the weight. Without it dW, summed in float32 either way, is handed to autograd in the weight's dtype.
+
+    Raises ValueError: a shape, number or dtype that can't be a head's.
     """
 
     weight: Tensor
@@ -24,6 +27,7 @@ class Head:
     logit_scale: float = 1.0
     real_vocab: int | None = None
     vocab_start: int = 0
+    main_grad: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.weight.dim() != 2 or not self.weight.is_floating_point():
@@ -34,6 +38,8 @@ class Head:
             raise ValueError(
                 f"head bias: got {tuple(self.bias.shape)}; allowed: [{self.weight.shape[0]}], one per column"
             )
+        if self.main_grad is not None and self.main_grad.shape != self.weight.shape:
+            raise ValueError(f"main_grad: got {tuple(self.main_grad.shape)}; allowed: {tuple(self.weight.shape)}")
         if self.logit_softcap is not None and not self.logit_softcap > 0:
             raise ValueError(f"logit_softcap: got {self.logit_softcap}; allowed: None or above 0")
         if self.logit_scale == 0:
@@ -42,6 +48,10 @@ class Head:
             raise ValueError(f"vocab_start: got {self.vocab_start}; allowed: 0 and more")
         if self.real_vocab is not None and self.real_vocab < 1:
             raise ValueError(f"real_vocab: got {self.real_vocab}; allowed: None or 1 and more")
+
+    def detached(self) -> Head:
+        """The same head without ties to autograd."""
+        return replace(self, weight=self.weight.detach(), bias=None if self.bias is None else self.bias.detach())
 
     @property
     def num_real_columns(self) -> int:

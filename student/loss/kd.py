@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 
+from planner.loss_costs import LossPlan
 from student.loss.call import DistillationLoss, LossCall
+from student.loss.epilogue import Epilogue
 from student.loss.fused import FusedLoss
 from student.loss.options import KDOutput
+from student.loss.plan import Planner
 
 
 class KDLoss(DistillationLoss):
@@ -43,10 +48,22 @@ class KDLoss(DistillationLoss):
     Raises ValueError or TypeError: inputs that don't fit each other; nothing was computed.
     """
 
+    @cached_property
+    def _planner(self) -> Planner:
+        return Planner()
+
+    def _plan(self, call: LossCall) -> tuple[LossPlan, Epilogue]:
+        return self._planner.plan(call)
+
     def _compute(self, call: LossCall) -> KDOutput:
-        if call.vocab_group is not None:
-            raise ValueError("vocab_group: not supported yet")
+        plan, epilogue = self._plan(call)
         loss, kd, ce = FusedLoss.apply(  # type: ignore[no-untyped-call]
-            call.student_hidden, call.student_head.weight, call.student_head.bias, call, torch.is_grad_enabled()
+            call.student_hidden,
+            call.student_head.weight,
+            call.student_head.bias,
+            call,
+            plan,
+            epilogue,
+            torch.is_grad_enabled(),
         )
         return KDOutput(loss=loss, kd=kd, ce=ce, rows=call.rows.count)

@@ -1,0 +1,149 @@
+"""How a call will run: its numbers for the planner's closed forms, the mode they choose, and the say of the other ranks."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from planner.loss_costs import TUNING, LossPlan, LossShape, Mode, choose_mode, make_plan
+from student.loss.call import LossCall
+from student.loss.divergences import DIVERGENCES
+from student.loss.epilogue import Epilogue
+from student.loss.head import Head
+from student.loss.products import plane_dtypes, product_dtype
+
+_LOG = logging.getLogger(__name__)
+
+_MEMINFO = Path("/proc/meminfo")
+
+
+def work_dtype(hidden: Tensor) -> torch.dtype:
+    """What statistics and sums are kept in."""
+    return torch.float64 if hidden.dtype == torch.float64 else torch.float32
+
+
+def logit_planes(call: LossCall, hidden: Tensor, head: Head) -> tuple[torch.dtype, ...]:
+    """The dtypes that one side's logits are kept in."""
+    dtype = product_dtype(hidden, head.weight)
+    return plane_dtypes(dtype, device_type=hidden.device.type, precision=call.options.precision)
+
+
+def make_epilogue(call: LossCall, mode: Mode) -> Epilogue:
+    """The call's epilogue. Only a window that holds the whole vocabulary is finished on one load, so only there may the
+    kept logits be worked on in place."""
+    options, dtype = call.options, work_dtype(call.student_hidden)
+    has_teacher = call.teacher_hidden is not None and call.teacher_head is not None
+    entry = DIVERGENCES[options.divergence] if has_teacher else None
+    student_planes = logit_planes(call, call.student_hidden, call.student_head)
+    teacher_planes: tuple[torch.dtype, ...] = ()
+    if call.teacher_hidden is not None and call.teacher_head is not None:
+        teacher_planes = logit_planes(call, call.teacher_hidden, call.teacher_head)
+    fused = mode == "keep" and call.vocab_group is None
+    return Epilogue(
+        entry=entry,
+        mix=entry.mix(options) if entry else 0.0,
+        temperature=options.temperature if entry else 1.0,
+        dtype=dtype,
+        has_labels=call.labels is not None,
+        has_ce_grad=call.labels is not None and options.ce_weight > 0,
+        student_head=call.student_head,
+        teacher_head=call.teacher_head,
+        num_planes=max(len(student_planes), len(teacher_planes)),
+        in_place_student=fused and student_planes == (dtype,) and call.student_hidden.dtype == dtype,
+        in_place_teacher=fused and teacher_planes == (dtype,),
+    )
+
+
+def loss_shape(call: LossCall, epilogue: Epilogue) -> LossShape:
+    """The call in the planner's numbers."""
+    student_planes = logit_planes(call, call.student_hidden, call.student_head)
+    teacher_planes: tuple[torch.dtype, ...] = ()
+    state_bytes = call.student_hidden.dtype.itemsize
+    if call.teacher_hidden is not None and call.teacher_head is not None:
+        teacher_planes = logit_planes(call, call.teacher_hidden, call.teacher_head)
+        state_bytes = max(state_bytes, product_dtype(call.teacher_hidden, call.teacher_head.weight).itemsize)
+    return LossShape(
+        num_rows=call.rows.count,
+        num_columns=call.student_head.num_real_columns,
+        student_hidden=call.student_hidden.shape[1],
+        teacher_hidden=0 if call.teacher_hidden is None else call.teacher_hidden.shape[1],
+        student_logit_bytes=sum(dtype.itemsize for dtype in student_planes),
+        teacher_logit_bytes=sum(dtype.itemsize for dtype in teacher_planes),
+        student_logit_products=len(student_planes),
+        teacher_logit_products=max(len(teacher_planes), 1),
+        state_bytes=state_bytes,
+        work_bytes=epilogue.dtype.itemsize,
+        num_block_buffers=epilogue.num_buffers,
+        num_passes=epilogue.entry.num_passes if epilogue.entry else 1,
+        grad_hidden=call.student_hidden.requires_grad,
+        grad_weight=call.student_head.weight.requires_grad,
+    )
+
+
+class Planner:
+    """Chooses a mode once for each kind of call, remembers it, and says so once.
+
+    The first call of a kind asks how much memory is free (and, in a vocabulary group, what the other ranks chose: their
+    exchanges must match); later ones ask nobody.
+    """
+
+    def __init__(self) -> None:
+        self._modes: dict[tuple[object, ...], Mode] = {}
+
+    def plan(self, call: LossCall) -> tuple[LossPlan, Epilogue]:
+        """The plan and the epilogue of a call."""
+        key = _plan_key(call)
+        device, wanted_bytes = call.student_hidden.device, call.options.workspace_bytes
+        mode = self._modes.get(key)
+        if mode is None:
+            shape = loss_shape(call, make_epilogue(call, "keep"))
+            free_bytes = _free_bytes(device) if wanted_bytes is None else None
+            mode = choose_mode(shape, device=device.type, free_bytes=free_bytes, workspace_bytes=wanted_bytes)
+            mode = _agreed(mode, call)
+        epilogue = make_epilogue(call, mode)
+        plan = make_plan(loss_shape(call, epilogue), mode, device=device.type, workspace_bytes=wanted_bytes)
+        if mode not in self._modes.values():
+            _LOG.info(
+                "distillation loss (%s): %s, workspace %d bytes", call.options.divergence, plan, plan.workspace_bytes
+            )
+        self._modes[key] = mode
+        return plan, epilogue
+
+
+def _plan_key(call: LossCall) -> tuple[object, ...]:
+    """What the choice depends on; equal calls on all ranks of a group have equal keys at the same time."""
+    hidden, teacher = call.student_hidden, call.teacher_hidden
+    tuning = TUNING.get(hidden.device.type, TUNING["cuda"])
+    return (
+        min(call.rows.count, tuning.keep_rows),
+        (hidden.shape[1], hidden.dtype, hidden.device),
+        None if teacher is None else (teacher.shape[1], teacher.dtype),
+        call.student_head.num_real_columns,
+        call.labels is None,
+        call.vocab_group,
+    )
+
+
+def _agreed(mode: Mode, call: LossCall) -> Mode:
+    """keep only where every rank of the group can: each of its windows is an exchange that all must take part in."""
+    if call.vocab_group is None:
+        return mode
+    can_keep = torch.tensor([int(mode == "keep")], dtype=torch.int32, device=call.student_hidden.device)
+    dist.all_reduce(can_keep, op=dist.ReduceOp.MIN, group=call.vocab_group)
+    return "keep" if can_keep.item() else "recompute"
+
+
+def _free_bytes(device: torch.device) -> int | None:
+    """Memory that may be taken now; None where nobody knows."""
+    if device.type == "cuda" and torch.cuda.is_available():
+        free_bytes, _ = torch.cuda.mem_get_info(device)
+        cached_bytes = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return free_bytes + cached_bytes
+    if device.type == "cpu" and _MEMINFO.exists():
+        fields = dict(line.split(":", 1) for line in _MEMINFO.read_text().splitlines() if ":" in line)
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    return None
