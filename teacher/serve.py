@@ -112,7 +112,7 @@ def serve(config: ServeConfig) -> None:
         _announce(
             config, port.endpoint, f"model={model.name} fingerprint={model.fingerprint} transport={','.join(backends)}"
         )
-        _run(service)
+        run_service(service)
         service.close()
     finally:
         port.close()
@@ -131,7 +131,7 @@ def _announce(config: ServeConfig, endpoint: str, facts: str) -> None:
             raise ConfigError(f"--ready-file {target} can't be written: {error.strerror}") from error
 
 
-def _run(service: TeacherService) -> None:
+def run_service(service: TeacherService) -> None:
     """Both threads, until a signal asks for the end and everything held is answered."""
     stop = threading.Event()
     failures: list[BaseException] = []
