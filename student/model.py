@@ -82,8 +82,10 @@ class DistilledStudent(nn.Module):
         if packed:
             self._check_packing()
         if gradient_checkpointing:
+            # The name changed within the versions that are allowed.
+            enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
             try:
-                model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+                enable({"use_reentrant": False})
             except ValueError as error:
                 raise ConfigError(f"--gradient-checkpointing: {type(model).__name__}: {error}") from error
 

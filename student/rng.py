@@ -56,7 +56,10 @@ def capture_rng() -> RngState:
 
 
 def restore_rng(state: RngState) -> None:
-    """Puts the generators back; those of CUDA devices that are not there any more are left out."""
+    """Puts the generators back; those of CUDA devices that are not there any more are left out.
+
+    The last thing before the first resumed step: whatever is built after it may draw from them.
+    """
     torch.set_rng_state(torch.frombuffer(bytearray(state.torch_cpu), dtype=torch.uint8))
     for device, cuda_state in enumerate(state.torch_cuda[: torch.cuda.device_count()]):
         torch.cuda.set_rng_state(torch.frombuffer(bytearray(cuda_state), dtype=torch.uint8), device)
