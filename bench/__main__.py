@@ -1,0 +1,40 @@
+"""`python -m bench`: measures the transports, the whole pipeline and the loss, and holds them against their targets."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from bench.cli import Entry, dispatch
+
+PROG = "bench"
+BENCHES = {
+    "transport": Entry("bench.bench_transport", "bytes a second of each transport, against memcpy and a raw socket"),
+    "pipeline": Entry("bench.bench_pipeline", "a step against the slower of teacher and student alone"),
+    "loss": Entry("bench.bench_kd_loss", "time and memory of the fused loss, against the full one"),
+}
+ALL = {"all": Entry("bench.__main__", "each of these in turn, at its defaults")}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; returns its exit code: 1 if a figure is beyond its limit or a bench failed, 2 for bad usage."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] != "all":
+        return dispatch(PROG, BENCHES | ALL, arguments)
+    if len(arguments) > 1:
+        print(
+            f"{PROG}: error: all takes no flags, found {' '.join(arguments[1:])}; allowed: flags with one bench",
+            file=sys.stderr,
+        )
+        return 2
+    # A process each: peak memory, threads and cores of one are not those of the next.
+    codes = {name: subprocess.run([sys.executable, "-m", "bench", name], check=False).returncode for name in BENCHES}
+    failed = [f"{name} (exit {code})" for name, code in codes.items() if code != 0]
+    if failed:
+        print(f"{PROG}: failed: {', '.join(failed)}", file=sys.stderr, flush=True)
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
