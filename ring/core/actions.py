@@ -32,11 +32,14 @@ class Send:
 class Disarm:
     """Take the arming back. When nothing of the fill can land any more, call `fenced`: at once or later.
 
-    Where the machine knows already that nothing can land (the replica refused), that call changes nothing.
+    refused: the replica gave its word that it will not write this fill (any more): a data plane that can't see that by
+    itself, because the replica writes without asking, may take it as the fence. A fill given up earlier is disarmed
+    again when that word comes.
     """
 
     replica: str
     fill: FillId
+    refused: bool = False
 
 
 @dataclass(frozen=True)

@@ -55,37 +55,32 @@ class Attempts:
         fill = self.requests.complete(entry, header)
         self.slots.move(fill.slot, SlotEvent.COMPLETE)
         self.deadlines.stop(fill)
-        self.fleet.ended(sender, fill, service_s=service_s if isinstance(entry.payload, TokenRequest) else None)
+        self.fleet.ended(sender, fill)
+        if isinstance(entry.payload, TokenRequest):
+            self.fleet.sample(sender, service_s=service_s, tokens=entry.cost_tokens, now_s=now_s)
         self.fleet.set_proven(sender, True)
         sender.last_fill_s = now_s
         sender.crc_errors_in_a_row = 0
         sender.fills += 1
         sender.bytes_received += header.num_bytes
 
-    def give_up(
-        self,
-        entry: Entry,
-        cause: RetryCause,
-        actions: list[Action],
-        *,
-        cancel: bool = False,
-        late_s: float | None = None,
-    ) -> None:
-        """End the present attempt; the request waits to be asked again. late_s: how long it was waited for in vain."""
+    def give_up(self, entry: Entry, cause: RetryCause, actions: list[Action], *, cancel: bool = False) -> None:
+        """End the present attempt; the request waits to be asked again."""
         replica = self.known(entry.replica)
         fill = self.requests.give_up(entry)
-        if cause is RetryCause.REFUSED:
-            self.slots.move(fill.slot, SlotEvent.REFUSE)
-        else:
-            self.slots.move(fill.slot, SlotEvent.GIVE_UP)
-            self.quarantined[fill] = replica.name
+        self.slots.move(fill.slot, SlotEvent.GIVE_UP)
+        self.quarantined[fill] = replica.name
         self.deadlines.stop(fill)
-        self.fleet.ended(replica, fill, service_s=late_s)
+        self.fleet.ended(replica, fill)
         replica.retries += 1
         self.retries[cause] += 1
-        actions.append(Disarm(replica.name, fill))
+        actions.append(Disarm(replica.name, fill, refused=cause is RetryCause.REFUSED))
         if cancel:
             actions.append(CancelFill(replica.name, fill))
+            replica.cancelled[fill] = None
+            if len(replica.cancelled) > self._config.num_slots:
+                # Bounded: where the data plane drops a cancelled fill by itself, no answer ever comes.
+                del replica.cancelled[next(iter(replica.cancelled))]
 
     def fence(self, fill: FillId) -> bool:
         """Nothing of a given-up fill can land any more. False: no slot waited for it."""
@@ -94,12 +89,13 @@ class Attempts:
         self.slots.move(fill.slot, SlotEvent.FENCE)
         return True
 
-    def fence_by_answer(self, name: str, fill: FillId) -> bool:
-        """The replica's own last word on a given-up fill frees the slot, and shows life in its data path."""
-        if self.quarantined.get(fill) != name:
-            return False
-        self.fence(fill)
-        sender = self.known(name)
+    def is_last_word(self, name: str, fill: FillId) -> bool:
+        """Whether this answer concerns a fill of that replica that was given up; if it was cancelled, the replica's
+        data path lives again."""
+        sender = self.fleet.get(name)
+        if sender is None or fill not in sender.cancelled:
+            return self.quarantined.get(fill) == name
+        del sender.cancelled[fill]
         if sender.state is ReplicaState.STALLED:
             self.stalls.stop(name)
             self.fleet.move(sender, ReplicaEvent.LIFE)
@@ -110,13 +106,11 @@ class Attempts:
         timeout_s = self._config.request_timeout_s
         replica.last_error = f"seq {overdue.seq} was not filled within {timeout_s:g} s"
         actions.append(Note("warning", f"{replica.name} stalled: {replica.last_error}; its requests go to others"))
-        for fill, entry in tuple(replica.in_flight.items()):
-            if now_s >= entry.sent_s + timeout_s:
-                # One sample of its speed is enough: the others waited behind the first.
-                late_s = timeout_s if fill == overdue else None
-                self.give_up(entry, RetryCause.DEADLINE, actions, cancel=True, late_s=late_s)
-            else:
-                self.give_up(entry, RetryCause.STALLED, actions, cancel=True)
+        tokens = replica.in_flight[overdue].cost_tokens
+        self.fleet.sample(replica, service_s=timeout_s, tokens=tokens, now_s=now_s, afresh=True)
+        for entry in tuple(replica.in_flight.values()):
+            late = now_s >= entry.sent_s + timeout_s
+            self.give_up(entry, RetryCause.DEADLINE if late else RetryCause.STALLED, actions, cancel=True)
         self.fleet.set_proven(replica, False)
         self.fleet.move(replica, ReplicaEvent.STALL)
         self.stalls.start(replica.name, now_s)
@@ -125,6 +119,7 @@ class Attempts:
         """The replica's channel is gone or going: all that it has is given up."""
         for entry in tuple(replica.in_flight.values()):
             self.give_up(entry, RetryCause.DOWN, actions)
+        replica.cancelled.clear()
         for deadlines in (self.stalls, self.silences, self.pings):
             deadlines.stop(replica.name)
         self.fleet.move(replica, ReplicaEvent.LEAVE)
@@ -164,7 +159,7 @@ class Attempts:
 
     def _ask(self, entry: Entry, now_s: float, actions: list[Action]) -> bool:
         """Start the next attempt of a request; a slot is free. False: no replica may be asked for it now."""
-        replica = self.fleet.choose(entry.cost_tokens, entry.refused_by)
+        replica = self.fleet.choose(entry.cost_tokens, entry.refused_by, now_s)
         if replica is None:
             if entry.retry_at_s is None:
                 entry.back_off(now_s)

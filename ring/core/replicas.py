@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 import enum
+import heapq
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -19,6 +20,10 @@ from ring.core.stats import DropCause, ReplicaStats
 
 #: Weight that a replica's past keeps with each new sample of its speed.
 DECAY_FRAC = 0.8
+#: After this many times the time that it predicts for its last request, an idle replica's estimate is stale, and it is
+#: tried as if it were no slower than the others. Otherwise a replica that was slow once would never be asked again,
+#: however fast it became; trying one that still is costs at most a twentieth of its time.
+TRUST_FACTOR = 20.0
 #: Floor of the estimate, so that what a replica owes counts even where fills take no time.
 MIN_S_PER_TOKEN = 1e-9
 
@@ -79,7 +84,10 @@ class Replica:
     proven: bool = True
     in_flight: dict[FillId, Entry] = field(default_factory=dict)
     owed_tokens: int = 0
+    cancelled: dict[FillId, None] = field(default_factory=dict)  # in this session, not answered yet
     load: Load = field(default_factory=Load)
+    trusted_until_s: float = float("-inf")
+    stale: bool = False  # its estimate is
     last_fill_s: float = float("-inf")
     crc_errors_in_a_row: int = 0
     noted: set[DropCause] = field(default_factory=set)
@@ -126,8 +134,10 @@ class Fleet:
         self._stalled: dict[str, Replica] = {}
         self._busy: dict[str, Replica] = {}
         self._idle_known: list[tuple[float, str]] = []  # (seconds per token, name), sorted
+        self._idle_stale: list[tuple[float, str]] = []  # as idle_known
         self._idle_new: list[str] = []  # no estimate yet; sorted
-        self._rates_s = 0.0  # sum over usable replicas with an estimate
+        self._estimates: list[tuple[float, str]] = []  # heap of (trusted until, name); outdated ones are skipped
+        self._rates_s = 0.0  # sum over usable replicas with a good estimate
         self._num_rates = 0
         self.ever_joined = False
 
@@ -163,6 +173,7 @@ class Fleet:
         replica.state = after
         if event is ReplicaEvent.JOIN:
             replica.num_joins += 1
+            replica.load = Load()  # perhaps another machine by now
             self.ever_joined = True
         self._list(replica)
 
@@ -177,17 +188,28 @@ class Fleet:
         replica.owed_tokens += entry.cost_tokens
         self._list(replica)
 
-    def ended(self, replica: Replica, fill: FillId, *, service_s: float | None = None) -> None:
-        """An attempt is over. service_s: how long the replica worked on it, where that says how fast it is."""
+    def ended(self, replica: Replica, fill: FillId) -> None:
+        """An attempt is over."""
         self._unlist(replica)
-        entry = replica.in_flight.pop(fill)
-        replica.owed_tokens -= entry.cost_tokens
-        if service_s is not None:
-            replica.load.add(service_s=service_s, tokens=entry.cost_tokens)
+        replica.owed_tokens -= replica.in_flight.pop(fill).cost_tokens
         self._list(replica)
 
-    def choose(self, cost_tokens: int, avoid: Collection[str]) -> Replica | None:
+    def sample(self, replica: Replica, *, service_s: float, tokens: int, now_s: float, afresh: bool = False) -> None:
+        """The replica needed `service_s` for `tokens`. afresh: what was known of it before does not count any more,
+        nor does a stale estimate."""
+        self._unlist(replica)
+        if afresh or replica.stale:
+            replica.load = Load()
+        replica.load.add(service_s=service_s, tokens=tokens)
+        replica.stale = False
+        predicted_s = tokens * (replica.load.seconds_per_token or 0.0)
+        replica.trusted_until_s = now_s + TRUST_FACTOR * predicted_s
+        heapq.heappush(self._estimates, (replica.trusted_until_s, replica.name))
+        self._list(replica)
+
+    def choose(self, cost_tokens: int, avoid: Collection[str], now_s: float) -> Replica | None:
         """The usable replica outside `avoid` that would answer first; ties go to the first name."""
+        self._find_stale(now_s)
         mean_s = max(self._rates_s / self._num_rates, MIN_S_PER_TOKEN) if self._num_rates else 1.0
         candidates = [
             ((r.owed_tokens + cost_tokens) * (r.load.seconds_per_token or mean_s), name)
@@ -197,10 +219,21 @@ class Fleet:
         known = next(((rate, name) for rate, name in self._idle_known if name not in avoid), None)
         if known is not None:
             candidates.append((cost_tokens * known[0], known[1]))
+        stale = next(((rate, name) for rate, name in self._idle_stale if name not in avoid), None)
+        if stale is not None:
+            candidates.append((cost_tokens * min(stale[0], mean_s), stale[1]))
         new = next((name for name in self._idle_new if name not in avoid), None)
         if new is not None:
             candidates.append((cost_tokens * mean_s, new))
         return self._replicas[min(candidates)[1]] if candidates else None
+
+    def _find_stale(self, now_s: float) -> None:
+        while self._estimates and now_s >= self._estimates[0][0]:
+            replica = self._replicas[heapq.heappop(self._estimates)[1]]
+            if now_s >= replica.trusted_until_s and not replica.in_flight:
+                self._unlist(replica)
+                replica.stale = True
+                self._list(replica)
 
     def _list(self, replica: Replica) -> None:
         if replica.state is ReplicaState.STALLED:
@@ -210,7 +243,7 @@ class Fleet:
         self._num_usable += 1
         self._num_serving += replica.proven
         rate_s = replica.load.seconds_per_token
-        if rate_s is not None:
+        if rate_s is not None and not replica.stale:
             self._rates_s += rate_s
             self._num_rates += 1
         if replica.in_flight:
@@ -218,7 +251,7 @@ class Fleet:
         elif rate_s is None:
             bisect.insort(self._idle_new, replica.name)
         else:
-            bisect.insort(self._idle_known, (rate_s, replica.name))
+            bisect.insort(self._idle_stale if replica.stale else self._idle_known, (rate_s, replica.name))
 
     def _unlist(self, replica: Replica) -> None:
         self._stalled.pop(replica.name, None)
@@ -227,7 +260,7 @@ class Fleet:
         self._num_usable -= 1
         self._num_serving -= replica.proven
         rate_s = replica.load.seconds_per_token
-        if rate_s is not None:
+        if rate_s is not None and not replica.stale:
             self._num_rates -= 1
             # Exactly zero when none is left, whatever the rounding of the sums before.
             self._rates_s = self._rates_s - rate_s if self._num_rates else 0.0
@@ -236,4 +269,5 @@ class Fleet:
         elif rate_s is None:
             del self._idle_new[bisect.bisect_left(self._idle_new, replica.name)]
         else:
-            del self._idle_known[bisect.bisect_left(self._idle_known, (rate_s, replica.name))]
+            idle = self._idle_stale if replica.stale else self._idle_known
+            del idle[bisect.bisect_left(idle, (rate_s, replica.name))]

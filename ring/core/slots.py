@@ -25,7 +25,6 @@ class SlotEvent(enum.Enum):
     REQUEST = "request"
     COMPLETE = "complete"
     GIVE_UP = "give up"
-    REFUSE = "refuse"
     FENCE = "fence"
     LEASE = "lease"
     RELEASE = "release"
@@ -36,8 +35,7 @@ SLOT_TRANSITIONS: Mapping[tuple[SlotState, SlotEvent], SlotState] = MappingProxy
         (SlotState.FREE, SlotEvent.REQUEST): SlotState.REQUESTED,
         (SlotState.REQUESTED, SlotEvent.COMPLETE): SlotState.FILLED,
         (SlotState.REQUESTED, SlotEvent.GIVE_UP): SlotState.QUARANTINED,
-        # A refusal is the replica's word that no byte will be written: nothing is left to wait for.
-        (SlotState.REQUESTED, SlotEvent.REFUSE): SlotState.FREE,
+        # Only the data plane can say so, or the whole fill itself when it comes late.
         (SlotState.QUARANTINED, SlotEvent.FENCE): SlotState.FREE,
         (SlotState.FILLED, SlotEvent.LEASE): SlotState.LEASED,
         (SlotState.LEASED, SlotEvent.RELEASE): SlotState.FREE,

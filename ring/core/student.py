@@ -11,7 +11,7 @@ import math
 from types import MappingProxyType
 
 from ring.core.acceptance import difference
-from ring.core.actions import Action, Deliverable, Fatal, Lease, Lost, Note
+from ring.core.actions import Action, Deliverable, Disarm, Fatal, Lease, Lost, Note
 from ring.core.attempts import Attempts
 from ring.core.config import Expectation, RingConfig
 from ring.core.deadlines import UnservedClock
@@ -162,7 +162,8 @@ class StudentMachine:
         actions: list[Action] = []
         entry, sender = self._requests.in_flight(fill), self._fleet.get(replica)
         if entry is None or sender is None or entry.replica != replica:
-            if self._attempts.fence_by_answer(replica, fill):
+            if self._attempts.is_last_word(replica, fill):
+                self._attempts.fence(fill)
                 self._count_drop(sender, DropCause.LATE, f"{fill} came after it was given up", actions)
             else:
                 self._count_drop(sender, DropCause.NOT_ASKED, f"{fill} was not asked for", actions)
@@ -186,15 +187,16 @@ class StudentMachine:
         return self._settle(actions)
 
     def refused(self, replica: str, fill: FillId, code: RefusalCode, message: str, *, now_s: float) -> list[Action]:
-        """The replica won't fill this attempt: nothing of it will be written any more."""
+        """The replica won't fill this attempt. That nothing of it can land is for the data plane to say: `fenced`."""
         self._now_s = self._time(now_s)
         self._hear(replica)
         actions: list[Action] = []
         entry, sender = self._requests.in_flight(fill), self._fleet.get(replica)
         if entry is None or sender is None or entry.replica != replica:
-            # Most often the answer to our own cancel.
-            if not self._attempts.fence_by_answer(replica, fill):
+            if not self._attempts.is_last_word(replica, fill):
                 self._count_drop(sender, DropCause.NOT_ASKED, f"it refused {fill}, not asked for", actions)
+            elif fill in self._attempts.quarantined:
+                actions.append(Disarm(replica, fill, refused=True))
             return self._settle(actions)
         sender.last_error = f"refused seq {fill.seq} ({code.value}): {message}"
         self._attempts.give_up(entry, RetryCause.REFUSED, actions)
