@@ -29,7 +29,7 @@ _DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "f
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LoadedStudent:
-    """`model`: the causal LM, in training mode, on the CPU. `tokenizer`: None where the source has none.
+    """`model`: the causal LM, in training mode. `tokenizer`: None where the source has none.
 
     `num_ids`: token ids below it can be read and predicted. `max_positions`: the longest sequence that the model has
     positions for; None = no bound.
@@ -50,12 +50,13 @@ def load_student(
     from_config: bool = False,
     seed: int = 0,
     attn_implementation: str | None = None,
+    device: str | torch.device = "cpu",
 ) -> LoadedStudent:
     """The student in `source`: a checkpoint directory or a hub id.
 
     `dtype`: of the weights that are trained (float32 also under bf16 autocast). `from_config`: random weights from
     `seed` instead of the checkpoint's; config.json and a tokenizer are enough then. `attn_implementation`: as
-    transformers takes it; None = its choice.
+    transformers takes it; None = its choice. `device`: where it will train, and is checked: kernels differ.
 
     Raises ConfigError, in one line: nothing there, a part missing or broken, a model that can't be trained this way.
     """
@@ -75,6 +76,8 @@ def load_student(
                 model = init_student_from_config(config, dtype=dtype, seed=seed, **options)
         else:
             model = _load_weights(source, config, dtype, options)
+        with _refusal(source, f"moving it to {device}", "a device with room for it"):
+            model.to(device)
         return prepare_student(model, tokenizer, source=source)
 
 

@@ -23,7 +23,8 @@ from student.data.dataset import DocumentStore
 RecordKind = Literal["ids", "messages", "text"]
 # Raised whenever the same records would give other documents.
 _FORMAT = 1
-_BATCH_RECORDS = 1000
+# A tokenizer holds some 100 bytes for each token of a batch, and documents may be long: few at a time.
+_BATCH_RECORDS = 128
 _MAX_ID = 2**32 - 1
 
 
@@ -150,7 +151,8 @@ def _encode_text(
             raise ConfigError(f"{file.name_record(index)}: `text` is {type(text).__name__}; allowed: a string")
     # A tokenizer that adds a beginning-of-text token would make one-token documents of empty texts.
     filled = [place for place, text in enumerate(texts) if text and not text.isspace()]
-    encoded = tokenizer([texts[place] for place in filled], verbose=False)["input_ids"] if filled else []
+    plain = {"return_attention_mask": False, "return_token_type_ids": False, "verbose": False}
+    encoded = tokenizer([texts[place] for place in filled], **plain)["input_ids"] if filled else []
     documents = [_Document(np.empty(0, dtype=np.int64), None)] * len(texts)
     eos_id = tokenizer.eos_token_id if append_eos else None
     for place, ids in zip(filled, encoded, strict=True):

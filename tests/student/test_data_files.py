@@ -219,6 +219,19 @@ def test_the_same_files_give_the_same_samples(write_lines: WriteLines, tmp_path:
     assert found[0] == found[1]
 
 
+def test_content_hash_tells_data_apart(ids_dataset: MakeDataset) -> None:
+    documents = [[1, 2, 3], [4, 5], [6, 7, 8]]
+    same = ids_dataset(*documents).content_hash()
+    assert ids_dataset(*documents).content_hash() == same
+    others = [
+        ids_dataset([1, 2, 3], [4, 5], [6, 7, 9]),
+        ids_dataset([1, 2], [3, 4, 5], [6, 7, 8]),
+        ids_dataset({"input_ids": [1, 2, 3], "loss_mask": [0, 0, 1]}, *documents[1:]),
+        ids_dataset(documents[1], documents[0], documents[2]),
+    ]
+    assert len({same, *(other.content_hash() for other in others)}) == 5
+
+
 def test_many_documents_are_found_in_their_chunks(ids_dataset: MakeDataset) -> None:
     # More than one writing batch of the library, hence several chunks of the column.
     documents = [[1 + i % 300, 2 + i % 300, i % 7] for i in range(2500)]

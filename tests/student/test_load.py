@@ -126,6 +126,12 @@ def test_what_is_no_directory_is_refused(tmp_path: Path) -> None:
         load_student(str(tmp_path))
 
 
+def test_a_device_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    build_tiny_checkpoint(tmp_path)
+    with pytest.raises(ConfigError, match="moving it to cuda:99"):
+        load_student(str(tmp_path), device="cuda:99")
+
+
 def test_a_model_whose_logits_need_more_than_its_head_is_refused() -> None:
     model = tiny_model("gemma3")
     spec = prepare_student(model, tiny_tokenizer(), source="x").head_spec
