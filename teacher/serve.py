@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -39,6 +39,8 @@ logger = logging.getLogger(PROG)
 DEMO_MODEL = Path("runs/demo/teacher")
 #: A drain that takes longer than this is given up: a student that does not read must not keep the process.
 DRAIN_TIMEOUT_S = 60.0
+#: Of a replica's name, as messages may carry it.
+MAX_NAME_BYTES = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +66,8 @@ class ServeConfig:
         for name in ("max_batch_tokens", "max_students"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"--{name.replace('_', '-')} must be >= 1, got {getattr(self, name)}")
+        if len(self.replica.encode()) > MAX_NAME_BYTES:
+            raise ConfigError(f"--replica must have at most {MAX_NAME_BYTES} bytes, got {len(self.replica.encode())}")
         if self.threads < 0:
             raise ConfigError(f"--threads must be >= 0, got {self.threads}")
         if not 0 < self.student_timeout < float("inf"):
@@ -91,6 +95,7 @@ def serve(config: ServeConfig) -> None:
         torch.set_num_threads(config.threads)
     if config.deterministic:
         fix_kernels(num_threads=config.threads or torch.get_num_threads())
+    _forget_ready_file(config.ready_file)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     # Bound before the model is loaded: a port in use is said at once, and early students wait instead of failing.
     port = ZmqPort(context, config.listen)
@@ -109,26 +114,40 @@ def serve(config: ServeConfig) -> None:
                 deterministic=config.deterministic,
             ),
         )
-        _announce(
-            config, port.endpoint, f"model={model.name} fingerprint={model.fingerprint} transport={','.join(backends)}"
-        )
-        run_service(service)
-        service.close()
+        with closing(service):
+            facts = f"model={model.name} fingerprint={model.fingerprint} transport={','.join(backends)}"
+            _announce(config, port.endpoint, facts)
+            run_service(service)
     finally:
         port.close()
         context.term()
 
 
+def _forget_ready_file(name: str | None) -> None:
+    """Whoever waits for the file must not find that of an earlier life. Raises ConfigError: it can't be written."""
+    if name is None:
+        return
+    try:
+        Path(name).unlink(missing_ok=True)
+        aside = _aside(name)
+        aside.touch()
+        aside.unlink()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--ready-file {name!r} can't be written: {error}; allowed: a path to a file") from error
+
+
 def _announce(config: ServeConfig, endpoint: str, facts: str) -> None:
-    print(f"ready {endpoint} {facts}", flush=True)
     if config.ready_file is not None:
-        target = Path(config.ready_file)
-        aside = target.with_name(target.name + ".tmp")
         try:
-            aside.write_text(endpoint + "\n")
-            os.replace(aside, target)
+            _aside(config.ready_file).write_text(endpoint + "\n")
+            os.replace(_aside(config.ready_file), config.ready_file)
         except OSError as error:
-            raise ConfigError(f"--ready-file {target} can't be written: {error.strerror}") from error
+            raise ConfigError(f"--ready-file {config.ready_file} can't be written: {error.strerror}") from error
+    print(f"ready {endpoint} {facts}", flush=True)
+
+
+def _aside(name: str) -> Path:
+    return Path(name).with_name(Path(name).name + ".tmp")
 
 
 def run_service(service: TeacherService) -> None:
@@ -141,7 +160,7 @@ def run_service(service: TeacherService) -> None:
 
     before = {number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
     done = threading.Event()
-    io_thread = threading.Thread(target=_talk, args=(service, done, failures), name="teacher-io", daemon=True)
+    io_thread = threading.Thread(target=_talk_or_fail, args=(service, done, failures), name="teacher-io", daemon=True)
     io_thread.start()
     try:
         while not stop.is_set() and not failures:
@@ -162,21 +181,25 @@ def run_service(service: TeacherService) -> None:
         raise failures[0]
 
 
-def _talk(service: TeacherService, done: threading.Event, failures: list[BaseException]) -> None:
-    """The I/O thread: everything but the forward passes."""
+def _talk_or_fail(service: TeacherService, done: threading.Event, failures: list[BaseException]) -> None:
     try:
-        while not done.is_set():
-            if service.io_turn():
-                continue
-            poller = select.poll()
-            for fd in service.wait_fds():
-                poller.register(fd, select.POLLIN)
-            deadline_s = service.next_deadline_s()
-            left_s = 0.5 if deadline_s is None else min(0.5, max(0.0, deadline_s - time.monotonic()))
-            poller.poll(left_s * 1e3 + 1)
-            service.acknowledge_wake()
+        talk(service, done)
     except BaseException as error:  # noqa: BLE001 - handed to the main thread, which raises it
         failures.append(error)
+
+
+def talk(service: TeacherService, done: threading.Event) -> None:
+    """The I/O thread's work until `done` is set: everything but the forward passes."""
+    while not done.is_set():
+        if service.io_turn():
+            continue
+        poller = select.poll()
+        for fd in service.wait_fds():
+            poller.register(fd, select.POLLIN)
+        deadline_s = service.next_deadline_s()
+        left_s = 0.5 if deadline_s is None else min(0.5, max(0.0, deadline_s - time.monotonic()))
+        poller.poll(left_s * 1e3 + 1)
+        service.acknowledge_wake()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -15,7 +15,6 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 
 import crc32c
 import torch
@@ -24,10 +23,9 @@ from planner.input_hash import input_hash
 from ring.control import ControlPort
 from ring.core import codec
 from ring.core.config import TeacherConfig
-from ring.core.errors import DisaggKDError, RemoteProtocolError, TransportError
+from ring.core.errors import RemoteProtocolError, TransportError
 from ring.core.messages import (
     Cancel,
-    Denied,
     FillHeader,
     FillId,
     Goodbye,
@@ -43,7 +41,6 @@ from ring.core.messages import (
     Refused,
     Request,
     TokenRequest,
-    Welcome,
     WireDtype,
 )
 from ring.core.teacher import (
@@ -57,9 +54,10 @@ from ring.core.teacher import (
     WorkKind,
 )
 from teacher.forward import TeacherModel
-from transport.contract import Sender, Ticket
+from teacher.students import ServiceConfig, Student, Students
 from transport.memory import as_bytes
-from transport.registry import host_id, load
+
+__all__ = ["ServiceConfig", "TeacherService"]
 
 logger = logging.getLogger(__name__)
 
@@ -67,35 +65,6 @@ logger = logging.getLogger(__name__)
 MAX_UNSENT_PASSES = 2
 #: The states of one request, piece by piece; no piece is copied before it is sent.
 Parts = Sequence[torch.Tensor]
-#: How long a student's endpoint may take to be opened.
-OPEN_TIMEOUT_S = 5.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServiceConfig:
-    """replica: the name shown to students. backends: the transports that may be used, best first.
-
-    deterministic: one request a forward pass, so that states do not depend on what else is asked."""
-
-    replica: str
-    backends: tuple[str, ...]
-    epoch: str
-    max_batch_tokens: int = 16384
-    max_students: int = 64
-    student_timeout_s: float = 60.0
-    deterministic: bool = False
-
-
-@dataclass(kw_only=True)
-class Student:
-    """One connected student: who it is, and where its slots are."""
-
-    name: str
-    hello: Hello
-    offer: Offer | None = None
-    sender: Sender | None = None
-    #: Puts under way: which fill, and how many bytes of states it keeps alive.
-    tickets: dict[Ticket, tuple[FillId, int]] = field(default_factory=dict)
 
 
 class TeacherService:
@@ -119,11 +88,12 @@ class TeacherService:
         self._head = model.head_info()
         row_bytes = self._head.hidden_size * self._head.dtype.itemsize_bytes
         self._max_unsent_bytes = MAX_UNSENT_PASSES * config.max_batch_tokens * row_bytes
-        self._students: dict[str, Student] = {}
+        self._draining = False
         self._answers: dict[tuple[str, FillId], Parts] = {}
         self._actions: deque[TeacherAction] = deque()
         self._closed = False
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._students = Students(model, config, wake=self._wake)
 
     # ---- I/O side ------------------------------------------------------------------------------------------------
 
@@ -137,8 +107,11 @@ class TeacherService:
             while (received := self._port.recv()) is not None:
                 busy = True
                 self._hear(received[0], received[1], now_s)
-            for student in list(self._students.values()):
+            busy |= self._collect_opened(now_s)
+            for student in self._students:
                 busy |= self._collect_sent(student, now_s)
+            for student in self._students.overdue(now_s):
+                self._drop(student.name, "it said hello, and then offered no slots", now_s)
             deadline_s = self._machine.next_deadline_s()
             if deadline_s is not None and now_s >= deadline_s:
                 self._actions.extend(self._machine.on_timer(now_s=now_s))
@@ -149,7 +122,7 @@ class TeacherService:
     def wait_fds(self) -> tuple[int, ...]:
         """Readable when `io_turn` may have something to do, given that it was called until it had nothing."""
         with self._lock:
-            senders = [s.sender for s in self._students.values() if s.sender is not None]
+            senders = [s.sender for s in self._students if s.sender is not None]
             return (self._wake_fd, *self._port.wait_fds(), *(fd for sender in senders for fd in sender.wait_fds()))
 
     def acknowledge_wake(self) -> None:
@@ -159,7 +132,8 @@ class TeacherService:
 
     def next_deadline_s(self) -> float | None:
         with self._lock:
-            return self._machine.next_deadline_s()
+            ends = (self._machine.next_deadline_s(), self._students.next_deadline_s())
+            return min((end_s for end_s in ends if end_s is not None), default=None)
 
     # ---- compute side --------------------------------------------------------------------------------------------
 
@@ -185,7 +159,7 @@ class TeacherService:
             for work, parts in self._answer(batch):
                 pending.remove(work)
                 self._hand_over(work, parts)
-        except (DisaggKDError, RuntimeError, ValueError, MemoryError) as failure:
+        except Exception as failure:
             # Whatever the model raised concerns this pass only: the students hear of it and decide.
             error = f"{type(failure).__name__}: {failure}"
             logger.warning("the forward pass failed: %s", error, exc_info=logger.isEnabledFor(logging.DEBUG))
@@ -207,6 +181,7 @@ class TeacherService:
     def drain(self) -> None:
         """Refuse new requests; what is held is still answered."""
         with self._lock:
+            self._draining = True
             self._machine.drain(now_s=time.monotonic())
             self._wake()
 
@@ -222,11 +197,9 @@ class TeacherService:
             if self._closed:
                 return
             self._closed = True
-            for student in self._students.values():
+            for student in self._students:
                 self._port.send(student.name, Goodbye(reason=f"replica {self._config.replica} is closing"))
-                if student.sender is not None:
-                    student.sender.close()
-            self._students.clear()
+            self._students.close()
             self._answers.clear()
             self._port.close()
             os.close(self._wake_fd)
@@ -242,8 +215,9 @@ class TeacherService:
             match message:
                 case RemoteProtocolError():
                     raise message
-                case Hello():
-                    self._welcome(name, message)
+                case Hello() if student is None:
+                    answer = self._students.greet(name, message, draining=self._draining, now_s=now_s)
+                    self._port.send(name, answer)
                 case Ping():
                     # Answered to strangers too: a student of a former life learns by the silence on its requests.
                     self._port.send(name, Pong(token=message.token))
@@ -252,7 +226,7 @@ class TeacherService:
                 case Goodbye():
                     self._drop(name, message.reason, now_s, say=False)
                 case Offer() if student is not None and student.offer is None:
-                    self._open(student, message, now_s)
+                    self._students.open(student, message)
                 case Request() if student is not None and student.sender is not None:
                     self._request(student, message, now_s)
                 case Cancel() if student is not None and student.sender is not None:
@@ -265,65 +239,30 @@ class TeacherService:
             logger.warning("student %s: %s", name, error)
             self._drop(name, str(error), now_s)
 
-    def _welcome(self, name: str, hello: Hello) -> None:
-        reason = self._objection(hello)
-        if reason is not None:
-            logger.warning("refused rank %d of run %s: %s", hello.rank, hello.run, reason)
-            self._port.send(name, Denied(reason=reason))
-            return
-        self._students[name] = Student(name=name, hello=hello)
-        self._port.send(
-            name,
-            Welcome(
-                replica=self._config.replica,
-                epoch=self._config.epoch,
-                fingerprint=self._model.fingerprint,
-                model=self._model.name,
-                head=self._head,
-                token_map_hash=self._model.token_map_hash,
-                wire_dtypes=self._model.wire_dtypes,
-                max_rows=self._config.max_batch_tokens,
-                max_tokens=self._config.max_batch_tokens,
-                host_id=host_id(),
-                backends=self._config.backends,
-            ),
-        )
+    def _collect_opened(self, now_s: float) -> bool:
+        news = self._students.opened()
+        for student, error in news:
+            if error is None:
+                self._join(student, now_s)
+            else:
+                logger.warning("student %s: %s", student.name, error)
+                self._drop(student.name, str(error), now_s)
+        return bool(news)
 
-    def _objection(self, hello: Hello) -> str | None:
-        if hello.token_map_hash != self._model.token_map_hash:
-            return (
-                f"the tokenizers differ: the student's token map hashes to {hello.token_map_hash[:16]}, the "
-                f"teacher's to {self._model.token_map_hash[:16]}; allowed: the same token for every id"
-            )
-        if hello.vocab_size > self._head.vocab_size:
-            return f"the student's vocabulary has {hello.vocab_size} tokens, the teacher's {self._head.vocab_size}"
-        if len(self._students) >= self._config.max_students:
-            return f"{len(self._students)} students are connected; allowed: {self._config.max_students}"
-        return None
-
-    def _open(self, student: Student, offer: Offer, now_s: float) -> None:
-        if offer.backend not in self._config.backends:
-            raise RemoteProtocolError(f"transport {offer.backend!r}; allowed: {', '.join(self._config.backends)}")
-        if offer.wire_dtype not in self._model.wire_dtypes:
-            allowed = ", ".join(dtype.value for dtype in self._model.wire_dtypes)
-            raise RemoteProtocolError(f"wire dtype {offer.wire_dtype.value}; allowed: {allowed}")
-        student.offer = offer
-        student.sender = load(offer.backend).open_sender(
-            offer.description, num_slots=offer.num_slots, slot_bytes=offer.slot_bytes, timeout_s=OPEN_TIMEOUT_S
+    def _join(self, student: Student, now_s: float) -> None:
+        hello, offer = student.hello, student.offer
+        assert offer is not None
+        objections = self._machine.student_joined(
+            student.name,
+            num_slots=offer.num_slots,
+            slot_bytes=offer.slot_bytes,
+            row_bytes=self._head.hidden_size * offer.wire_dtype.itemsize_bytes,
+            now_s=now_s,
         )
-        row_bytes = self._head.hidden_size * offer.wire_dtype.itemsize_bytes
-        self._actions.extend(
-            self._machine.student_joined(
-                student.name,
-                num_slots=offer.num_slots,
-                slot_bytes=offer.slot_bytes,
-                row_bytes=row_bytes,
-                now_s=now_s,
-            )
-        )
-        hello = student.hello
-        logger.info("rank %d of run %s joined over %s", hello.rank, hello.run, offer.backend)
-        self._port.send(student.name, Ready())
+        self._actions.extend(objections)
+        if not objections:
+            logger.info("rank %d of run %s joined over %s", hello.rank, hello.run, offer.backend)
+            self._port.send(student.name, Ready())
 
     def _request(self, student: Student, request: Request, now_s: float) -> None:
         payload = request.payload
@@ -340,15 +279,13 @@ class TeacherService:
         self._actions.extend(self._machine.request(student.name, request, now_s=now_s))
 
     def _drop(self, name: str, reason: str, now_s: float, *, say: bool = True) -> None:
-        student = self._students.pop(name, None)
+        student = self._students.remove(name)
         if say:
             self._port.send(name, Goodbye(reason=reason[:512]))
         if student is None:
             return
         logger.info("rank %d of run %s left: %s", student.hello.rank, student.hello.run, reason)
-        if student.sender is not None:
-            student.sender.close()
-            self._actions.extend(self._machine.student_left(name, now_s=now_s))
+        self._actions.extend(self._machine.student_left(name, now_s=now_s))
         self._forget_unwanted()
 
     # ---- fills ---------------------------------------------------------------------------------------------------
@@ -427,7 +364,7 @@ class TeacherService:
     def _unsent_bytes(self) -> int:
         """Bytes of states that wait for their turn to be sent, or are being sent."""
         waiting = sum(part.nbytes for parts in self._answers.values() for part in parts)
-        return waiting + sum(size for s in self._students.values() for _, size in s.tickets.values())
+        return waiting + sum(size for s in self._students for _, size in s.tickets.values())
 
     def _forget_unwanted(self) -> None:
         """Drop answers that nobody waits for: the student left, or it cancelled during the pass."""

@@ -1,0 +1,179 @@
+"""The students of one service: each one's handshake, from HELLO to READY, and the channel into its slots.
+
+The order is HELLO, WELCOME, OFFER, READY. Opening a channel waits for the student's endpoint, so a thread of its own
+does it: a student behind a wall holds up nobody else. One that says hello and then nothing is forgotten.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from ring.core.errors import DisaggKDError, RemoteProtocolError
+from ring.core.messages import Denied, FillId, Goodbye, Hello, Offer, Welcome
+from teacher.forward import TeacherModel
+from transport.contract import Sender, Ticket
+from transport.registry import host_id, load
+
+logger = logging.getLogger(__name__)
+
+#: How long a student's endpoint may take to answer.
+OPEN_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServiceConfig:
+    """replica: the name shown to students. backends: the transports that may be used, best first.
+
+    deterministic: one request a forward pass, so that states do not depend on what else is asked."""
+
+    replica: str
+    backends: tuple[str, ...]
+    epoch: str
+    max_batch_tokens: int = 16384
+    max_students: int = 64
+    student_timeout_s: float = 60.0
+    deterministic: bool = False
+
+
+@dataclass(kw_only=True)
+class Student:
+    """One connected student: who it is, and where its slots are. `sender`: None until its channel is open."""
+
+    name: str
+    hello: Hello
+    expires_s: float
+    offer: Offer | None = None
+    sender: Sender | None = None
+    #: Puts under way: which fill, and how many bytes of states it keeps alive.
+    tickets: dict[Ticket, tuple[FillId, int]] = field(default_factory=dict)
+
+
+class Students:
+    """Not thread-safe: the service's lock guards it. Only the opening threads run beside it."""
+
+    def __init__(self, model: TeacherModel, config: ServiceConfig, *, wake: Callable[[], None]) -> None:
+        """wake: called from another thread when `opened` has news."""
+        self._model = model
+        self._config = config
+        self._wake = wake
+        self._students: dict[str, Student] = {}
+        self._opened: deque[tuple[Student, Sender | Exception, threading.Thread]] = deque()
+        self._openings: set[threading.Thread] = set()
+
+    def __iter__(self) -> Iterator[Student]:
+        return iter(tuple(self._students.values()))
+
+    def get(self, name: str) -> Student | None:
+        return self._students.get(name)
+
+    def greet(self, name: str, hello: Hello, *, draining: bool, now_s: float) -> Welcome | Denied | Goodbye:
+        """The answer to a stranger's HELLO. After WELCOME it is a student; it may try again after Goodbye, not after
+        Denied."""
+        mismatch = self._mismatch(hello)
+        if mismatch is not None:
+            logger.warning("refused rank %d of run %s: %s", hello.rank, hello.run, mismatch)
+            return Denied(reason=mismatch)
+        if draining:
+            return Goodbye(reason=f"replica {self._config.replica} is going away")
+        if len(self._students) >= self._config.max_students:
+            return Goodbye(reason=f"{len(self._students)} students are here; allowed: {self._config.max_students}")
+        expires_s = now_s + self._config.student_timeout_s
+        self._students[name] = Student(name=name, hello=hello, expires_s=expires_s)
+        model = self._model
+        return Welcome(
+            replica=self._config.replica,
+            epoch=self._config.epoch,
+            fingerprint=model.fingerprint,
+            model=model.name,
+            head=model.head_info(),
+            token_map_hash=model.token_map_hash,
+            wire_dtypes=model.wire_dtypes,
+            max_rows=self._config.max_batch_tokens,
+            max_tokens=self._config.max_batch_tokens,
+            host_id=host_id(),
+            backends=self._config.backends,
+        )
+
+    def open(self, student: Student, offer: Offer) -> None:
+        """Begin to open the channel that an OFFER describes; `opened` tells how it ended.
+
+        Raises RemoteProtocolError: the offer is not what WELCOME allowed."""
+        if offer.backend not in self._config.backends:
+            raise RemoteProtocolError(f"transport {offer.backend!r}; allowed: {', '.join(self._config.backends)}")
+        if offer.wire_dtype not in self._model.wire_dtypes:
+            allowed = ", ".join(dtype.value for dtype in self._model.wire_dtypes)
+            raise RemoteProtocolError(f"wire dtype {offer.wire_dtype.value}; allowed: {allowed}")
+        student.offer = offer
+        thread = threading.Thread(target=self._open, args=(student, offer), name="teacher-open", daemon=True)
+        self._openings.add(thread)
+        thread.start()
+
+    def _open(self, student: Student, offer: Offer) -> None:
+        try:
+            result: Sender | Exception = load(offer.backend).open_sender(
+                offer.description,
+                num_slots=offer.num_slots,
+                slot_bytes=offer.slot_bytes,
+                timeout_s=OPEN_TIMEOUT_S,
+            )
+        except Exception as error:  # noqa: BLE001 - it costs this student its channel, not the others their teacher
+            result = error
+        self._opened.append((student, result, threading.current_thread()))
+        self._wake()
+
+    def opened(self) -> list[tuple[Student, DisaggKDError | None]]:
+        """The students whose channel is open now, or could not be opened and why; each once."""
+        news: list[tuple[Student, DisaggKDError | None]] = []
+        while self._opened:
+            student, result, thread = self._opened.popleft()
+            thread.join()
+            self._openings.discard(thread)
+            if self._students.get(student.name) is not student:  # it left meanwhile
+                if isinstance(result, Sender):
+                    result.close()
+            elif isinstance(result, Sender):
+                student.sender = result
+                news.append((student, None))
+            elif isinstance(result, DisaggKDError):
+                news.append((student, result))
+            else:
+                news.append((student, RemoteProtocolError(f"its channel: {type(result).__name__}: {result}")))
+        return news
+
+    def overdue(self, now_s: float) -> list[Student]:
+        """Those that began a handshake too long ago and never offered their slots."""
+        return [s for s in self._students.values() if s.offer is None and now_s >= s.expires_s]
+
+    def next_deadline_s(self) -> float | None:
+        return min((s.expires_s for s in self._students.values() if s.offer is None), default=None)
+
+    def remove(self, name: str) -> Student | None:
+        """Forget a student and close its channel, if it is one."""
+        student = self._students.pop(name, None)
+        if student is not None and student.sender is not None:
+            student.sender.close()
+        return student
+
+    def close(self) -> None:
+        """Forget all; returns once no opening thread is left."""
+        for student in self:
+            self.remove(student.name)
+        for thread in self._openings:
+            thread.join()
+        self.opened()
+
+    def _mismatch(self, hello: Hello) -> str | None:
+        """What makes this student and this teacher no pair, with both values."""
+        model = self._model
+        if hello.token_map_hash != model.token_map_hash:
+            return (
+                f"the tokenizers differ: the student's token map hashes to {hello.token_map_hash[:16]}, the "
+                f"teacher's to {model.token_map_hash[:16]}; allowed: the same token for every id"
+            )
+        if hello.vocab_size > model.head_spec.vocab_size:
+            return f"the student's vocabulary has {hello.vocab_size} tokens, the teacher's {model.head_spec.vocab_size}"
+        return None
