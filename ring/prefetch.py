@@ -94,9 +94,6 @@ class Ring:
         with pump.changed:
             while pump.welcome is None:
                 self._raise_failure()
-                refusals = [r.refusal for r in pump.replicas.values() if r.refusal is not None]
-                if len(refusals) == len(pump.replicas):
-                    raise refusals[0]
                 left_s = deadline_s - time.monotonic()
                 if left_s <= 0:
                     raise TeacherLost(f"no teacher answered within {timeout_s:g} s: {pump.last_errors()}")

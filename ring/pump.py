@@ -108,6 +108,7 @@ class Pump:
         self._actions: deque[Action] = deque()
         self._fencing: list[Receiver] = []
         self._ping_token = 0
+        self._ever_up = False
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="ring-pump", daemon=True)
         self._thread.start()
@@ -119,6 +120,9 @@ class Pump:
     ) -> None:
         """Offer the slots to every replica from now on. free: called with a seq whose release event has passed."""
         self.machine, self.arena, self._wire_dtype, self._free = machine, arena, wire_dtype, free
+        for replica in self.replicas.values():
+            # So that the machine can name it even if it never comes up.
+            self._actions.extend(machine.replica_down(replica.name, error=replica.last_error, now_s=time.monotonic()))
         self.wake()
 
     def post(self, actions: Iterable[Action]) -> None:
@@ -188,18 +192,28 @@ class Pump:
             busy = self._take_messages(replica, replica.session, now_s)
             return busy | self._take_fills(replica, replica.session, now_s)
         except ConfigError as error:
-            replica.refusal = error
-            self._end_session(replica, str(error), now_s, backoff_s=RECONNECT_MAX_S)
+            self._take_refusal(replica, error, now_s)
         except (TransportError, RemoteProtocolError) as error:
             self._end_session(replica, str(error), now_s)
         return True
+
+    def _take_refusal(self, replica: Replica, error: ConfigError, now_s: float) -> None:
+        """This replica and this run don't fit. It is tried again all the same: it may be restarted with what fits."""
+        if replica.refusal is None or str(replica.refusal) != str(error):
+            logger.warning("%s", error)
+        replica.refusal = error
+        self._end_session(replica, str(error), now_s, backoff_s=RECONNECT_MAX_S)
+        refusals = [other.refusal for other in self.replicas.values() if other.refusal is not None]
+        if not self._ever_up and len(refusals) == len(self.replicas):
+            # A run that has begun waits for its teacher; one that never can begin says why at once.
+            self._fail(refusals[0])
 
     def _take_messages(self, replica: Replica, session: Session, now_s: float) -> bool:
         busy = False
         while (message := session.recv()) is not None:
             busy = True
             if isinstance(message, Goodbye):
-                raise PeerLost(f"{replica.name} said goodbye: {message.reason}")
+                raise PeerLost(f"it said goodbye: {message.reason}")
             if self.machine is None or not replica.up:
                 continue
             with self.lock:
@@ -223,6 +237,7 @@ class Pump:
             return True
         if session.phase is Phase.READY and not replica.up and self.machine is not None:
             replica.up, replica.backoff_s, replica.refusal = True, RECONNECT_MIN_S, None
+            self._ever_up = True
             with self.lock:
                 self._actions.extend(
                     self.machine.replica_up(
@@ -277,12 +292,15 @@ class Pump:
 
     def _end_session(self, replica: Replica, error: str, now_s: float, *, backoff_s: float | None = None) -> None:
         """Close what is left of the session; its fills go to the others. The replica is tried again later."""
+        error = error.removeprefix(f"{replica.name}: ")
         replica.last_error = error
         replica.retry_at_s = now_s + (backoff_s or replica.backoff_s)
         replica.backoff_s = min(replica.backoff_s * 2, RECONNECT_MAX_S)
-        if replica.up and self.machine is not None:
-            logger.warning("replica lost: %s", error)
-            replica.up = False
+        if replica.up:
+            logger.warning("replica lost: %s: %s", replica.name, error)
+        replica.up = False
+        if self.machine is not None:
+            # Also of one that did not come up: the machine names its last error when the run is lost.
             with self.lock:
                 self._actions.extend(self.machine.replica_down(replica.name, error=error, now_s=now_s))
             # While the receiver is still there, so that it can say which fills are fenced.
@@ -337,9 +355,9 @@ class Pump:
                 logger.log(logging.getLevelNamesMapping()[level.upper()], "%s", text)
             case DropReplica(replica=name, error=error):
                 self._end_session(self.replicas[name], error, now_s)
-            case Disarm(replica=name, fill=fill):
+            case Disarm(replica=name, fill=fill, refused=refused):
                 session = self.replicas[name].session
-                if session is None or session.disarm(fill) is Fence.FENCED:
+                if session is None or session.disarm(fill, refused=refused) is Fence.FENCED:
                     assert self.machine is not None
                     with self.lock:
                         self._actions.extend(self.machine.fenced(fill, now_s=now_s))

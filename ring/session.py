@@ -113,8 +113,9 @@ class Session:
     def arm(self, fill: FillId, *, num_bytes: int) -> None:
         self._open_receiver().arm(fill, num_bytes=num_bytes)
 
-    def disarm(self, fill: FillId) -> Fence:
-        return Fence.FENCED if self._receiver is None else self._receiver.disarm(fill)
+    def disarm(self, fill: FillId, *, refused: bool) -> Fence:
+        """refused: the replica gave its word that it writes nothing of this fill (any more)."""
+        return Fence.FENCED if self._receiver is None else self._receiver.disarm(fill, refused=refused)
 
     def request(self, request: Request) -> None:
         self.link.send(request)

@@ -75,7 +75,7 @@ class Endpoint(abc.ABC):
     def wait_fds(self) -> tuple[int, ...]:
         """Descriptors that become readable when `poll()` may have news, given that it was polled until it had none.
 
-        A ticket that is ready to be returned is news. After close(): empty, except on a Receiver with pending fences."""
+        A ticket that is ready to be returned is news. After close(): empty but for a Receiver with pending fences."""
 
     @abc.abstractmethod
     def close(self) -> None:
@@ -97,8 +97,11 @@ class Receiver(Endpoint):
         num_bytes exceeds slot_bytes; nothing changed. Raises TransportClosed."""
 
     @abc.abstractmethod
-    def disarm(self, fill: FillId) -> Fence:
-        """Give a fill up: it will not be reported by `poll()` any more. Idempotent; unknown fills are FENCED."""
+    def disarm(self, fill: FillId, *, refused: bool = False) -> Fence:
+        """Give a fill up: it will not be reported by `poll()` any more. Idempotent; unknown fills are FENCED.
+
+        refused: the teacher gave its word that it writes nothing of this fill (any more), now or after an earlier
+        call. That is a fence for a backend whose teacher writes without asking."""
 
     @abc.abstractmethod
     def poll(self) -> list[Arrival]:

@@ -142,9 +142,9 @@ class FaultyReceiver(Receiver):
     def arm(self, fill: FillId, *, num_bytes: int) -> None:
         self._inner.arm(fill, num_bytes=num_bytes)
 
-    def disarm(self, fill: FillId) -> Fence:
+    def disarm(self, fill: FillId, *, refused: bool = False) -> Fence:
         self._postponed = [later for later in self._postponed if later.arrival.fill != fill]
-        return self._inner.disarm(fill)
+        return self._inner.disarm(fill, refused=refused)
 
     def poll(self) -> list[Arrival]:
         arrivals = self._due()

@@ -110,7 +110,7 @@ class LocalReceiver(Receiver):
                 raise TransportClosed(f"{fill} was armed on a closed channel")
             channel.armed.arm(fill, num_bytes=num_bytes, quarantined=channel.pending)
 
-    def disarm(self, fill: FillId) -> Fence:
+    def disarm(self, fill: FillId, *, refused: bool = False) -> Fence:
         channel = self._channel
         with channel.lock:
             channel.armed.discard(fill)

@@ -86,8 +86,11 @@ class ShmReceiver(Receiver):
                 raise TransportClosed(f"{fill} was armed on a closed channel")
             self._armed.arm(fill, num_bytes=num_bytes, quarantined=self._pending)
 
-    def disarm(self, fill: FillId) -> Fence:
+    def disarm(self, fill: FillId, *, refused: bool = False) -> Fence:
         with self._lock:
+            if refused:
+                self._armed.discard(fill)
+                self._pending.discard(fill)
             if self._armed.discard(fill) and self._lost is None:
                 self._pending.add(fill)
             return Fence.PENDING if fill in self._pending else Fence.FENCED

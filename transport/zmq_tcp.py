@@ -129,7 +129,7 @@ class ZmqReceiver(Receiver):
                 raise TransportClosed(f"{fill} was armed on a closed channel")
             self._armed.arm(fill, num_bytes=num_bytes)
 
-    def disarm(self, fill: FillId) -> Fence:
+    def disarm(self, fill: FillId, *, refused: bool = False) -> Fence:
         with self._lock:
             self._armed.discard(fill)
             if self._incoming is not None and self._incoming.fill == fill:
