@@ -6,15 +6,11 @@ every sample was trained, model/ in Hugging Face format.
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
-import json
 import logging
 import platform
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -23,14 +19,7 @@ import transformers
 from planner.token_map import num_tokens_of, token_map_hash
 from ring.core.errors import ConfigError, DisaggKDError
 from ring.determinism import fix_kernels
-from student.checkpoint import (
-    Checkpoint,
-    TrainState,
-    export_model,
-    latest_checkpoint,
-    set_aside_later,
-    write_checkpoint,
-)
+from student.checkpoint import TrainState, export_model, write_checkpoint
 from student.config import TrainConfig
 from student.data import DataSettings, MicroBatchPlan, TokenDataset, load_data
 from student.loss import FullLogitsLoss, Head, KDLoss
@@ -38,75 +27,13 @@ from student.loss.options import LossOptions
 from student.metrics import MetricsFile, peak_rss_bytes, write_summary
 from student.model import WEIGHT_DTYPES, DistilledStudent, LoadedStudent, load_student
 from student.optim import AdamWSettings, Schedule, StudentOptimizer
-from student.rng import capture_rng, restore_rng
+from student.rng import capture_rng
 from student.train.feed import Feed
 from student.train.loop import Loop, LoopSettings, Progress
+from student.train.resume import RunFiles, checkpoint_to_resume, claimed, curve_hash, restore
 from student.train.teachers import Teachers, connected
 
 logger = logging.getLogger(__name__)
-
-#: Settings that make the curve what it is: a resumed run must have the same.
-CURVE_SETTINGS = (
-    "student",
-    "from_config",
-    "kd_weight",
-    "ce_weight",
-    "divergence",
-    "temperature",
-    "jsd_teacher_weight",
-    "skew_alpha",
-    "loss",
-    "loss_precision",
-    "data",
-    "max_length",
-    "long_documents",
-    "packing",
-    "steps",
-    "epochs",
-    "batch_size",
-    "grad_accum",
-    "lr",
-    "schedule",
-    "warmup_steps",
-    "min_lr_frac",
-    "weight_decay",
-    "beta1",
-    "beta2",
-    "clip_norm",
-    "precision",
-    "seed",
-)
-
-
-@dataclass(frozen=True)
-class RunFiles:
-    """Where things are in --out."""
-
-    root: Path
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.root / "checkpoints"
-
-    @property
-    def settings(self) -> Path:
-        return self.root / "run.json"
-
-    @property
-    def metrics(self) -> Path:
-        return self.root / "metrics.jsonl"
-
-    @property
-    def evaluations(self) -> Path:
-        return self.root / "eval.jsonl"
-
-    @property
-    def summary(self) -> Path:
-        return self.root / "summary.json"
-
-    @property
-    def model(self) -> Path:
-        return self.root / "model"
 
 
 def train(config: TrainConfig) -> None:
@@ -115,8 +42,8 @@ def train(config: TrainConfig) -> None:
     files = RunFiles(Path(config.out))
     started_s = time.monotonic()
     with ExitStack() as stack:
-        stack.enter_context(_claimed(files.root))
-        checkpoint = _checkpoint_to_resume(config, files)
+        stack.enter_context(claimed(files.root))
+        checkpoint = checkpoint_to_resume(config, files)
         _set_up_process(config)
         device = _device(config.device)
         student = load_student(
@@ -124,6 +51,7 @@ def train(config: TrainConfig) -> None:
             dtype=WEIGHT_DTYPES[config.precision],
             from_config=config.from_config and checkpoint is None,
             seed=config.seed,
+            device=device,
         )
         data, eval_data = _load_data(config, student)
         plan = _plan(config, data)
@@ -140,12 +68,13 @@ def train(config: TrainConfig) -> None:
             module,
             AdamWSettings(beta1=config.beta1, beta2=config.beta2, weight_decay=config.weight_decay),
         )
-        progress = _restore(checkpoint, optimizer, files, plan)
+        progress = restore(checkpoint, config=config, data=data, plan=plan, optimizer=optimizer, files=files)
         step_file = MetricsFile(files.metrics, resume_step=progress.step)
         stack.callback(step_file.close)
         eval_file = MetricsFile(files.evaluations, resume_step=progress.step)
         stack.callback(eval_file.close)
         pad_id = _pad_id(student)
+        fixed = curve_hash(config, data)
 
         def save(now: Progress) -> None:
             write_checkpoint(
@@ -153,7 +82,7 @@ def train(config: TrainConfig) -> None:
                 TrainState(
                     step=now.step,
                     position=now.position,
-                    config_hash=_curve_hash(config),
+                    config_hash=fixed,
                     schedule=asdict(schedule),
                     rng=(capture_rng(),),
                 ),
@@ -199,68 +128,6 @@ def train(config: TrainConfig) -> None:
             summary = _summary(config, loop, plan, teachers, ending=ending, wall_s=time.monotonic() - started_s)
             write_summary(files.summary, summary)
     print(f"trained {loop.progress.step} steps, {loop.progress.position} samples; model in {files.model}", flush=True)
-
-
-@contextmanager
-def _claimed(root: Path) -> Iterator[None]:
-    """This process alone writes to --out while the block runs. Raises ConfigError."""
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        with (root / ".lock").open("w") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise ConfigError(f"--out {root}: another run is writing there; allowed: a directory of its own") from (
-                    error
-                )
-            yield
-    except (FileExistsError, NotADirectoryError, PermissionError) as error:
-        raise ConfigError(f"--out {root}: {error.strerror}; allowed: a directory that can be written") from error
-
-
-def _checkpoint_to_resume(config: TrainConfig, files: RunFiles) -> Checkpoint | None:
-    """The checkpoint to go on from. Raises ConfigError: nothing was lost, and what to do."""
-    if not config.resume:
-        if files.metrics.exists() or files.checkpoints.exists():
-            raise ConfigError(f"--out {files.root} holds a run already; allowed: --resume, or another directory")
-        _write_settings(config, files)
-        return None
-    checkpoint, skipped = latest_checkpoint(files.checkpoints)
-    for entry in skipped:
-        logger.warning("not used: %s", entry.reason)
-    if checkpoint is None and skipped:
-        raise ConfigError(f"--resume: no whole checkpoint in {files.checkpoints}: {skipped[0].reason}")
-    if checkpoint is not None and checkpoint.state.config_hash != _curve_hash(config):
-        raise ConfigError(f"--resume: {_what_differs(config, files)}")
-    if checkpoint is None:
-        logger.info("nothing to resume in %s: starting from the beginning", files.root)
-        _write_settings(config, files)
-        return None
-    set_aside_later(files.checkpoints, step=checkpoint.state.step)
-    logger.info("resuming from %s", checkpoint.path)
-    return checkpoint
-
-
-def _write_settings(config: TrainConfig, files: RunFiles) -> None:
-    write_summary(files.settings, asdict(config))
-
-
-def _curve(config: TrainConfig) -> dict[str, object]:
-    return {name: getattr(config, name) for name in CURVE_SETTINGS}
-
-
-def _curve_hash(config: TrainConfig) -> str:
-    return hashlib.sha256(json.dumps(_curve(config), sort_keys=True).encode()).hexdigest()
-
-
-def _what_differs(config: TrainConfig, files: RunFiles) -> str:
-    try:
-        before = json.loads(files.settings.read_text())
-    except (OSError, ValueError):
-        before = {}
-    now = json.loads(json.dumps(_curve(config)))
-    changed = [f"--{k.replace('_', '-')} was {before[k]}, now {v}" for k, v in now.items() if before.get(k, v) != v]
-    return f"{'; '.join(changed) or 'settings differ'}; allowed: the settings that the run began with"
 
 
 def _set_up_process(config: TrainConfig) -> None:
@@ -374,22 +241,6 @@ def _module(config: TrainConfig, student: LoadedStudent, teachers: Teachers | No
         packed=config.packing,
         gradient_checkpointing=config.gradient_checkpointing,
     )
-
-
-def _restore(
-    checkpoint: Checkpoint | None, optimizer: StudentOptimizer, files: RunFiles, plan: MicroBatchPlan
-) -> Progress:
-    if checkpoint is None:
-        return Progress(step=0, position=0)
-    state = checkpoint.state
-    if plan.step_at(state.position) != state.step:
-        raise ConfigError(
-            f"--resume: {checkpoint.path} is after {state.step} steps at position {state.position}, where this data "
-            f"has {plan.step_at(state.position)}; allowed: the data that the run began with"
-        )
-    optimizer.load_state_tensors(checkpoint.optimizer_tensors())
-    restore_rng(state.rng[0])
-    return Progress(step=state.step, position=state.position)
 
 
 def _pad_id(student: LoadedStudent) -> int:

@@ -1,0 +1,172 @@
+"""Which checkpoint a run goes on from, and whether it is the same run: what makes its curve must not have changed."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ring.core.errors import ConfigError
+from student.checkpoint import Checkpoint, latest_checkpoint, set_aside_later
+from student.config import TrainConfig
+from student.data import MicroBatchPlan, TokenDataset
+from student.metrics import write_summary
+from student.optim import StudentOptimizer
+from student.rng import restore_rng
+from student.train.loop import Progress
+
+logger = logging.getLogger(__name__)
+
+#: Settings that make the curve what it is: a resumed run must have the same.
+CURVE_SETTINGS = (
+    "student",
+    "from_config",
+    "kd_weight",
+    "ce_weight",
+    "divergence",
+    "temperature",
+    "jsd_teacher_weight",
+    "skew_alpha",
+    "loss",
+    "loss_precision",
+    "data",
+    "max_length",
+    "long_documents",
+    "packing",
+    "steps",
+    "epochs",
+    "batch_size",
+    "grad_accum",
+    "lr",
+    "schedule",
+    "warmup_steps",
+    "min_lr_frac",
+    "weight_decay",
+    "beta1",
+    "beta2",
+    "clip_norm",
+    "precision",
+    "seed",
+)
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """Where things are in --out."""
+
+    root: Path
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    @property
+    def settings(self) -> Path:
+        return self.root / "run.json"
+
+    @property
+    def metrics(self) -> Path:
+        return self.root / "metrics.jsonl"
+
+    @property
+    def evaluations(self) -> Path:
+        return self.root / "eval.jsonl"
+
+    @property
+    def summary(self) -> Path:
+        return self.root / "summary.json"
+
+    @property
+    def model(self) -> Path:
+        return self.root / "model"
+
+
+@contextmanager
+def claimed(root: Path) -> Iterator[None]:
+    """This process alone writes to --out while the block runs. Raises ConfigError."""
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with (root / ".lock").open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise ConfigError(f"--out {root}: another run is writing there; allowed: a directory of its own") from (
+                    error
+                )
+            yield
+    except (FileExistsError, NotADirectoryError, PermissionError) as error:
+        raise ConfigError(f"--out {root}: {error.strerror}; allowed: a directory that can be written") from error
+
+
+def checkpoint_to_resume(config: TrainConfig, files: RunFiles) -> Checkpoint | None:
+    """The checkpoint to go on from; None = from the beginning. A new run's settings are written down.
+
+    Raises ConfigError: --out holds another run, or no whole checkpoint, or one of other settings; nothing is lost."""
+    if not config.resume:
+        if files.metrics.exists() or files.checkpoints.exists():
+            raise ConfigError(f"--out {files.root} holds a run already; allowed: --resume, or another directory")
+        write_summary(files.settings, asdict(config))
+        return None
+    checkpoint, skipped = latest_checkpoint(files.checkpoints)
+    for entry in skipped:
+        logger.warning("not used: %s", entry.reason)
+    if checkpoint is None and skipped:
+        raise ConfigError(f"--resume: no whole checkpoint in {files.checkpoints}: {skipped[0].reason}")
+    if checkpoint is None:
+        logger.info("nothing to resume in %s: starting from the beginning", files.root)
+        write_summary(files.settings, asdict(config))
+        return None
+    changed = _changed_settings(config, files)
+    if changed:
+        raise ConfigError(f"--resume: {'; '.join(changed)}; allowed: the settings that the run began with")
+    logger.info("resuming from %s", checkpoint.path)
+    return checkpoint
+
+
+def curve_hash(config: TrainConfig, data: TokenDataset) -> str:
+    """Over everything that makes the curve what it is: settings and samples. A checkpoint carries it."""
+    return hashlib.sha256(json.dumps([_curve(config), data.content_hash()], sort_keys=True).encode()).hexdigest()
+
+
+def restore(
+    checkpoint: Checkpoint | None,
+    *,
+    config: TrainConfig,
+    data: TokenDataset,
+    plan: MicroBatchPlan,
+    optimizer: StudentOptimizer,
+    files: RunFiles,
+) -> Progress:
+    """Where the run is, with optimizer and random generators as they were there.
+
+    Nothing may draw random numbers between this and the first step. Raises ConfigError: the data is not the same."""
+    if checkpoint is None:
+        return Progress(step=0, position=0)
+    state = checkpoint.state
+    if state.config_hash != curve_hash(config, data) or plan.step_at(state.position) != state.step:
+        raise ConfigError(
+            f"--resume: {checkpoint.path} was made with other data (or {files.settings} was changed); allowed: "
+            f"the data that the run began with"
+        )
+    set_aside_later(files.checkpoints, step=state.step)
+    optimizer.load_state_tensors(checkpoint.optimizer_tensors())
+    restore_rng(state.rng[0])
+    return Progress(step=state.step, position=state.position)
+
+
+def _curve(config: TrainConfig) -> dict[str, object]:
+    return {name: getattr(config, name) for name in CURVE_SETTINGS}
+
+
+def _changed_settings(config: TrainConfig, files: RunFiles) -> list[str]:
+    try:
+        before = json.loads(files.settings.read_text())
+    except (OSError, ValueError):
+        return []  # the checkpoint's own hash still tells whether anything changed, only not what
+    now = json.loads(json.dumps(_curve(config)))
+    return [f"--{k.replace('_', '-')} was {before[k]}, now {v}" for k, v in now.items() if before.get(k, v) != v]
