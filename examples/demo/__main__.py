@@ -41,9 +41,7 @@ class DemoConfig:
 
     teacher: str | None = flag(None, "your own teacher instead of the demo's", metavar="DIR|ID")
     student: str | None = flag(None, "your own student instead of the demo's", metavar="DIR|ID")
-    data: tuple[str, ...] = flag(
-        (), "your own text instead: JSONL, Parquet or text files", metavar="FILE"
-    )
+    data: tuple[str, ...] = flag((), "your own text instead: JSONL, Parquet or text files", metavar="FILE")
     steps: int = flag(256, "optimizer steps of each student")
     seed: int = flag(0, "data order and random weights of the students")
     max_length: int = flag(SEQUENCE_TOKENS, "tokens of a sequence")

@@ -19,6 +19,8 @@ from ring.core.errors import DisaggKDError
 #: How long a teacher may take to load and probe a model.
 READY_TIMEOUT_S = 300.0
 POLL_S = 0.2
+#: Threads that spin while they wait for each other make a busy machine many times slower; these sleep.
+ENVIRONMENT = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
 
 
 class StageFailed(DisaggKDError):
@@ -31,7 +33,9 @@ def train(arguments: Sequence[str], *, out: Path, num_steps: int, title: str, pr
     command = [sys.executable, "-m", "student.train", *arguments, "--out", str(out), "--resume"]
     task = progress.add_task(title, total=num_steps)
     with log.open("w") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+        process = subprocess.Popen(
+            command, stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=ENVIRONMENT
+        )
         try:
             while process.poll() is None:
                 progress.update(task, completed=_steps_done(out / "metrics.jsonl"))
@@ -50,7 +54,9 @@ def teacher(arguments: Sequence[str], *, root: Path) -> Iterator[str]:
     ready.unlink(missing_ok=True)
     command = [sys.executable, "-m", "teacher.serve", *arguments, "--ready-file", str(ready)]
     with log.open("w") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+        process = subprocess.Popen(
+            command, stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=ENVIRONMENT
+        )
         try:
             give_up_s = time.monotonic() + READY_TIMEOUT_S
             while not ready.exists():
