@@ -83,6 +83,12 @@ def run(command: Callable[[], None], *, prog: str, debug: bool) -> int:
     except KeyboardInterrupt:
         print(f"{prog}: interrupted", file=sys.stderr, flush=True)
         return 130
+    except Exception as error:  # noqa: BLE001 - nothing is lost: the line names it, and --debug shows where
+        if debug:
+            traceback.print_exc()
+        where = "" if debug else "; --debug shows where"
+        print(f"{prog}: error: {type(error).__name__}: {one_line(str(error))}{where}", file=sys.stderr, flush=True)
+        return 1
     return 0
 
 

@@ -7,6 +7,7 @@ reading the file gives each step once.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import resource
 import sys
@@ -21,6 +22,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from ring.core.errors import ConfigError
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepMetrics:
@@ -30,8 +33,8 @@ class StepMetrics:
     and `seq_last` bound the step's microbatches, `position` counts the samples trained so far. `step_s` runs from the
     end of one step to the end of the next, evaluation and checkpoints aside. `teacher_s`: the teachers' forward passes
     for this step. `student_stall_s`: this process waited for fills; `teacher_stall_s`: teachers waited for requests
-    (both within this step). `ring_occupancy_frac`: filled slots over depth as the step began. `retries`: attempts
-    given up so far.
+    (both within this step). `ring_occupancy`: slots that were filled as the step began. `bytes_received`, `retries`
+    (attempts given up), `peak_rss_bytes`: of this process so far; a resumed run counts anew.
     """
 
     step: int
@@ -98,6 +101,15 @@ class MetricsFile:
         fields = asdict(record) if isinstance(record, StepMetrics) else record
         self._file.write(json.dumps(fields) + "\n")
 
+    def column(self, name: str) -> dict[int, float]:
+        """One number of each line in the file, by step."""
+        records = map(json.loads, self._path.read_text().splitlines())
+        return {int(record["step"]): float(record[name]) for record in records}
+
+    def sync(self) -> None:
+        """What was written is on the disk when this returns."""
+        os.fsync(self._file.fileno())
+
     def close(self) -> None:
         self._file.close()
 
@@ -150,10 +162,18 @@ class Reporter:
         if self._progress is not None and self._task is not None:
             self._progress.update(self._task, completed=metrics.step, note=note)
         elif metrics.step % self._every == 0 or metrics.step in (self._first + 1, self._num_steps):
-            print(f"step {metrics.step}/{self._num_steps}  {note}", flush=True)
+            self._print(f"step {metrics.step}/{self._num_steps}  {note}")
 
     def say(self, text: str) -> None:
         if self._progress is not None:
             self._progress.console.print(text, highlight=False)
         else:
+            self._print(text)
+
+    def _print(self, text: str) -> None:
+        try:
             print(text, flush=True)
+        except BrokenPipeError:
+            # Whoever read it (`| head`) is gone. The run is worth more than its report: it goes on in silence.
+            logger.warning("nobody reads the standard output any more; the run goes on")
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - as long as the process

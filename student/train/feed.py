@@ -7,20 +7,26 @@ resumed run simply asks again.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
-from ring.core.errors import LocalProtocolError
+from ring.core.errors import DeadlineExceeded, DisaggKDError, LocalProtocolError
 from ring.core.messages import TokenRequest
-from ring.lease import Event
+from ring.lease import Event, Lease
 from ring.prefetch import Ring
 from student.data import MicroBatch, MicroBatchPlan, TokenDataset, build_microbatch
 
 #: Microbatches in host memory that are not trained on yet, at most.
 MAX_AHEAD = 64
+#: While the feed waits for a teacher, it asks this often whether the run is to stop.
+STOP_POLL_S = 0.25
+
+
+class Stopped(DisaggKDError):
+    """The run is to stop, and the states of the next microbatch are not there yet."""
 
 
 @dataclass(kw_only=True)
@@ -65,15 +71,16 @@ class Feed:
         return self._ahead.popleft()
 
     @contextmanager
-    def states(self, batch: MicroBatch) -> Iterator[torch.Tensor | None]:
+    def states(self, batch: MicroBatch, *, stopping: Callable[[], bool]) -> Iterator[torch.Tensor | None]:
         """The teacher's states of the microbatch that `next` gave last: [num_rows, hidden], read in place in the slot.
 
         None without a ring, and for a microbatch without rows, which was never asked for.
-        Lifetime: until the block ends; then the slot carries the next request. Raises TeacherLost."""
+        Lifetime: until the block ends; then the slot carries the next request.
+        Raises TeacherLost. Raises Stopped: they were waited for, and `stopping()` became true."""
         if self._ring is None or batch.num_rows == 0:
             yield None
             return
-        lease = self._ring.next_lease()
+        lease = _next_lease(self._ring, stopping)
         assert lease.seq == batch.seq, f"the ring delivered seq {lease.seq} for microbatch {batch.seq}"
         self.counts.forward_s += lease.header.forward_s
         try:
@@ -98,6 +105,15 @@ class Feed:
             return None
         event: Event = torch.cuda.current_stream(self._device).record_event()
         return event
+
+
+def _next_lease(ring: Ring, stopping: Callable[[], bool]) -> Lease:
+    while True:
+        try:
+            return ring.next_lease(timeout_s=STOP_POLL_S)
+        except DeadlineExceeded as error:
+            if stopping():
+                raise Stopped(f"the run is to stop while it waits for a teacher: {error}") from None
 
 
 def token_request(batch: MicroBatch) -> TokenRequest:

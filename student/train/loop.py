@@ -12,13 +12,13 @@ from types import FrameType
 
 import torch
 
-from ring.core.errors import DisaggKDError, TeacherLost
+from ring.core.errors import DisaggKDError
 from ring.prefetch import Ring
 from student.data import MicroBatchPlan, PlannedStep, TokenDataset, sequential_microbatches
 from student.metrics import MetricsFile, Reporter, StepMetrics, peak_rss_bytes
 from student.model import DistilledStudent, evaluate
 from student.optim import Schedule, StudentOptimizer, clip_gradients
-from student.train.feed import Feed
+from student.train.feed import Feed, Stopped
 
 
 class Interrupted(DisaggKDError):
@@ -94,8 +94,9 @@ class Loop:
         save: Callable[[Progress], None],
         step_file: MetricsFile,
         eval_file: MetricsFile,
+        eval_losses: dict[int, float],
     ) -> None:
-        """save: writes a checkpoint of the present state."""
+        """save: writes a checkpoint of the present state. eval_losses: held-out losses so far, by step."""
         self._module = module
         self._optimizer = optimizer
         self._schedule = schedule
@@ -108,13 +109,13 @@ class Loop:
         self._step_file = step_file
         self._eval_file = eval_file
         self._saved_step = progress.step
-        self._evaluated_step = -1
         self._stop_signal = 0
         self.progress = progress
-        self.eval_losses: dict[int, float] = {}
+        self.eval_losses = eval_losses
 
     def run(self) -> None:
-        """Raises TeacherLost, Interrupted, Diverged: a checkpoint of the last step taken is there."""
+        """Raises TeacherLost, Interrupted, Diverged or what else ends a step: a checkpoint of the last step taken is
+        there."""
         num_steps = self._plan.num_steps
         with self._signals(), Reporter(num_steps=num_steps, first_step=self.progress.step) as reporter:
             if self.progress.step == 0:
@@ -124,7 +125,10 @@ class Loop:
                 before = RingTotals.of(self._ring)
                 try:
                     metrics = self._step(planned, before, started_s)
-                except (TeacherLost, Diverged):
+                except Stopped:
+                    self._checkpoint()
+                    raise Interrupted(self._stop_signal, self.progress.step) from None
+                except DisaggKDError:
                     self._checkpoint()
                     raise
                 self._step_file.write(metrics)
@@ -145,7 +149,7 @@ class Loop:
         for _ in planned.microbatches:
             batch = self._feed.next()
             tokens += batch.num_tokens
-            with self._feed.states(batch) as states:
+            with self._feed.states(batch, stopping=lambda: bool(self._stop_signal)) as states:
                 out = self._module(
                     **batch.inputs(device), teacher_hidden=self._on_device(states), num_rows=planned.num_rows
                 )
@@ -213,9 +217,8 @@ class Loop:
 
     def _evaluate(self, reporter: Reporter) -> None:
         step, settings = self.progress.step, self._settings
-        if self._eval_data is None or step == self._evaluated_step:
+        if self._eval_data is None or step in self.eval_losses:
             return
-        self._evaluated_step = step
         batches = sequential_microbatches(
             self._eval_data,
             batch_size=settings.batch_size,
@@ -234,14 +237,18 @@ class Loop:
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
-        """SIGTERM and SIGINT end the run after the step under way; the second one ends it at once."""
+        """SIGTERM, SIGINT and SIGHUP end the run after the step under way, or at once where that waits for a teacher;
+        the second one ends it without a checkpoint."""
 
         def on_signal(number: int, frame: FrameType | None) -> None:
             if self._stop_signal:
                 raise KeyboardInterrupt
             self._stop_signal = number
 
-        before = {number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+        numbers = [signal.SIGTERM, signal.SIGINT]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup leaves it
+            numbers.append(signal.SIGHUP)
+        before = {number: signal.signal(number, on_signal) for number in numbers}
         try:
             yield
         finally:

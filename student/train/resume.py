@@ -6,7 +6,7 @@ import fcntl
 import hashlib
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -88,29 +88,28 @@ class RunFiles:
 
 @contextmanager
 def claimed(root: Path) -> Iterator[None]:
-    """This process alone writes to --out while the block runs. Raises ConfigError."""
+    """This process alone writes to --out while the block runs. Raises ConfigError: it can't."""
     try:
         root.mkdir(parents=True, exist_ok=True)
-        with (root / ".lock").open("w") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise ConfigError(f"--out {root}: another run is writing there; allowed: a directory of its own") from (
-                    error
-                )
-            yield
-    except (FileExistsError, NotADirectoryError, PermissionError) as error:
+        lock = (root / ".lock").open("w")
+    except OSError as error:
         raise ConfigError(f"--out {root}: {error.strerror}; allowed: a directory that can be written") from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            message = f"--out {root}: another run is writing there; allowed: a directory of its own"
+            raise ConfigError(message) from error
+        yield
 
 
 def checkpoint_to_resume(config: TrainConfig, files: RunFiles) -> Checkpoint | None:
-    """The checkpoint to go on from; None = from the beginning. A new run's settings are written down.
+    """The checkpoint to go on from; None = from the beginning.
 
     Raises ConfigError: --out holds another run, or no whole checkpoint, or one of other settings; nothing is lost."""
     if not config.resume:
         if files.metrics.exists() or files.checkpoints.exists():
             raise ConfigError(f"--out {files.root} holds a run already; allowed: --resume, or another directory")
-        write_summary(files.settings, asdict(config))
         return None
     checkpoint, skipped = latest_checkpoint(files.checkpoints)
     for entry in skipped:
@@ -119,7 +118,6 @@ def checkpoint_to_resume(config: TrainConfig, files: RunFiles) -> Checkpoint | N
         raise ConfigError(f"--resume: no whole checkpoint in {files.checkpoints}: {skipped[0].reason}")
     if checkpoint is None:
         logger.info("nothing to resume in %s: starting from the beginning", files.root)
-        write_summary(files.settings, asdict(config))
         return None
     changed = _changed_settings(config, files)
     if changed:
@@ -131,6 +129,21 @@ def checkpoint_to_resume(config: TrainConfig, files: RunFiles) -> Checkpoint | N
 def curve_hash(config: TrainConfig, data: TokenDataset) -> str:
     """Over everything that makes the curve what it is: settings and samples. A checkpoint carries it."""
     return hashlib.sha256(json.dumps([_curve(config), data.content_hash()], sort_keys=True).encode()).hexdigest()
+
+
+def identify(config: TrainConfig, files: RunFiles, *, resumes: bool, teacher_fingerprint: str | None) -> None:
+    """Write down what a new run is; see that a resumed one has the same teacher.
+
+    Raises ConfigError: it has another one; nothing was changed."""
+    if not resumes:
+        write_summary(files.settings, {**asdict(config), "teacher_fingerprint": teacher_fingerprint})
+        return
+    before = _settings_before(files).get("teacher_fingerprint", teacher_fingerprint)
+    if before != teacher_fingerprint:
+        raise ConfigError(
+            f"--resume: the teacher's fingerprint was {before}, now {teacher_fingerprint}; allowed: the teacher that "
+            f"the run began with"
+        )
 
 
 def restore(
@@ -163,10 +176,15 @@ def _curve(config: TrainConfig) -> dict[str, object]:
     return {name: getattr(config, name) for name in CURVE_SETTINGS}
 
 
-def _changed_settings(config: TrainConfig, files: RunFiles) -> list[str]:
+def _settings_before(files: RunFiles) -> Mapping[str, object]:
     try:
         before = json.loads(files.settings.read_text())
     except (OSError, ValueError):
-        return []  # the checkpoint's own hash still tells whether anything changed, only not what
+        return {}  # the checkpoint's own hash still tells whether anything changed, only not what
+    return before if isinstance(before, dict) else {}
+
+
+def _changed_settings(config: TrainConfig, files: RunFiles) -> list[str]:
+    before = _settings_before(files)
     now = json.loads(json.dumps(_curve(config)))
     return [f"--{k.replace('_', '-')} was {before[k]}, now {v}" for k, v in now.items() if before.get(k, v) != v]

@@ -30,7 +30,7 @@ from student.optim import AdamWSettings, Schedule, StudentOptimizer
 from student.rng import capture_rng
 from student.train.feed import Feed
 from student.train.loop import Loop, LoopSettings, Progress
-from student.train.resume import RunFiles, checkpoint_to_resume, claimed, curve_hash, restore
+from student.train.resume import RunFiles, checkpoint_to_resume, claimed, curve_hash, identify, restore
 from student.train.teachers import Teachers, connected
 
 logger = logging.getLogger(__name__)
@@ -68,6 +68,12 @@ def train(config: TrainConfig) -> None:
             module,
             AdamWSettings(beta1=config.beta1, beta2=config.beta2, weight_decay=config.weight_decay),
         )
+        identify(
+            config,
+            files,
+            resumes=checkpoint is not None,
+            teacher_fingerprint=None if teachers is None else teachers.fingerprint,
+        )
         progress = restore(checkpoint, config=config, data=data, plan=plan, optimizer=optimizer, files=files)
         step_file = MetricsFile(files.metrics, resume_step=progress.step)
         stack.callback(step_file.close)
@@ -77,6 +83,9 @@ def train(config: TrainConfig) -> None:
         fixed = curve_hash(config, data)
 
         def save(now: Progress) -> None:
+            # First: no checkpoint may survive a power cut without the metrics that lead to it.
+            step_file.sync()
+            eval_file.sync()
             write_checkpoint(
                 files.checkpoints,
                 TrainState(
@@ -115,6 +124,7 @@ def train(config: TrainConfig) -> None:
             save=save,
             step_file=step_file,
             eval_file=eval_file,
+            eval_losses=eval_file.column("eval_loss"),
         )
         ending = "failed"
         try:

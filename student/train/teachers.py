@@ -27,6 +27,9 @@ from transport import registry
 
 logger = logging.getLogger(__name__)
 
+#: A teacher and a trainer in one process can't miss each other: a long step or evaluation is no reason to part.
+NEVER_S = float(2**31)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Teachers:
@@ -52,18 +55,11 @@ def connected(
             config, stack, token_map_hash, vocab_size
         )
         ring = Ring(
-            config=RingConfig(
-                depth=config.ring_depth,
-                num_spares=config.ring_spares,
-                request_timeout_s=config.request_timeout,
-                peer_timeout_s=config.peer_timeout,
-                ping_interval_s=min(1.0, config.peer_timeout / 4),
-                teacher_timeout_s=config.teacher_timeout,
-            ),
+            config=_ring_config(config),
             hello=hello,
             links=links,
             options=ChannelOptions(
-                transport=registry.AUTO if config.layout == "colocated" else config.transport,
+                transport=config.transport,
                 crc={"auto": None, "on": True, "off": False}[config.crc],
                 bind_host=config.bind_host,
             ),
@@ -91,6 +87,20 @@ def connected(
         yield Teachers(ring=ring, head=welcome.head, weight=weight, bias=bias, fingerprint=welcome.fingerprint)
 
 
+def _ring_config(config: TrainConfig) -> RingConfig:
+    colocated = config.layout == "colocated"
+    peer_timeout_s = NEVER_S if colocated else config.peer_timeout
+    return RingConfig(
+        depth=config.ring_depth,
+        num_spares=config.ring_spares,
+        # The teacher in this process answers only while the trainer waits for it: its silence means nothing.
+        request_timeout_s=NEVER_S if colocated else config.request_timeout,
+        peer_timeout_s=peer_timeout_s,
+        ping_interval_s=min(1.0, peer_timeout_s / 4),
+        teacher_timeout_s=config.teacher_timeout,
+    )
+
+
 Connection = tuple[Hello, list[tuple[str, LinkOpener]], Callable[[], bool] | None]
 
 
@@ -107,11 +117,15 @@ def _hello(config: TrainConfig, token_map_hash: str, vocab_size: int, backends: 
     )
 
 
+def _backends(config: TrainConfig, *, same_process: bool) -> tuple[str, ...]:
+    """What the handshake may choose from. Raises ConfigError: the transport that was asked for can't run here."""
+    if config.transport == registry.AUTO:
+        return registry.available(same_process=same_process)
+    registry.load(config.transport)
+    return (config.transport,)
+
+
 def _disaggregated(config: TrainConfig, stack: ExitStack, token_map_hash: str, vocab_size: int) -> Connection:
-    backends = registry.available()
-    if config.transport != registry.AUTO:
-        registry.load(config.transport)
-        backends = (config.transport,)
     endpoints = config.endpoints
     for endpoint in endpoints:
         check_exposure(endpoint, flag="--teacher", insecure=config.insecure)
@@ -121,7 +135,7 @@ def _disaggregated(config: TrainConfig, stack: ExitStack, token_map_hash: str, v
     # After the ring, which the stack closes first: terminating waits for its sockets.
     stack.callback(context.term)
     links: list[tuple[str, LinkOpener]] = [(name, partial(ZmqLink, context, name)) for name in endpoints]
-    return _hello(config, token_map_hash, vocab_size, backends), links, None
+    return _hello(config, token_map_hash, vocab_size, _backends(config, same_process=False)), links, None
 
 
 def _colocated(config: TrainConfig, stack: ExitStack, token_map_hash: str, vocab_size: int) -> Connection:
@@ -131,6 +145,7 @@ def _colocated(config: TrainConfig, stack: ExitStack, token_map_hash: str, vocab
 
     if len(config.teacher) != 1:
         raise ConfigError(f"--layout colocated takes one --teacher DIR|ID, got {len(config.teacher)}")
+    backends = _backends(config, same_process=True)
     model = load_teacher(config.teacher[0], dtype=config.teacher_dtype)
     link, port = local_pair()
     service = TeacherService(
@@ -138,12 +153,11 @@ def _colocated(config: TrainConfig, stack: ExitStack, token_map_hash: str, vocab
         port,
         ServiceConfig(
             replica=LocalPort.STUDENT,
-            backends=registry.available(same_process=True),
+            backends=backends,
             epoch=secrets.token_hex(8),
             max_batch_tokens=config.max_batch_tokens,
             max_students=1,
-            # This process can't miss its own teacher: a debugger or a long evaluation is no reason to drop it.
-            student_timeout_s=float(2**31),
+            student_timeout_s=NEVER_S,
             deterministic=config.deterministic,
         ),
     )
@@ -153,5 +167,5 @@ def _colocated(config: TrainConfig, stack: ExitStack, token_map_hash: str, vocab
         talked = service.io_turn()
         return service.compute_turn() or talked
 
-    hello = _hello(config, token_map_hash, vocab_size, registry.available(same_process=True))
+    hello = _hello(config, token_map_hash, vocab_size, backends)
     return hello, [(link.name, lambda: link)], run_teacher
