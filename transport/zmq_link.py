@@ -24,6 +24,7 @@ import select
 import socket as sockets
 import struct
 import time
+import weakref
 from collections.abc import Iterator
 
 import zmq
@@ -65,22 +66,24 @@ class Link:
         self._wakeup = Wakeup()
         self._news = select.epoll()
         self._news.register(self._wakeup, select.EPOLLIN)
+        # A context whose sockets are still open would block its garbage collection, and the exit of the process.
+        self._dispose = weakref.finalize(self, _dispose, self._context, self._sockets, self._wakeup, self._news)
         try:
-            self.socket = self._context.socket(zmq.DEALER)
+            self.socket = self.make_socket(zmq.DEALER)
             self._configure(self.socket)
             self._monitor = self.socket.get_monitor_socket(_LIFE_EVENTS)
-            self.watch(self.socket)
-            self.watch(self._monitor)
+            self._watch(self._monitor)
         except BaseException:
             self.close()
             raise
 
     def make_socket(self, kind: int) -> zmq.Socket[bytes]:
-        """Another socket in this link's context."""
-        return self._context.socket(kind)
+        """Another socket whose messages count as news and that is closed with the link."""
+        socket = self._context.socket(kind)
+        self._watch(socket)
+        return socket
 
-    def watch(self, socket: zmq.Socket[bytes]) -> None:
-        """Close this socket with the link, and count its messages as news."""
+    def _watch(self, socket: zmq.Socket[bytes]) -> None:
         self._sockets.append(socket)
         self._news.register(int(socket.getsockopt(zmq.FD)), select.EPOLLIN)
 
@@ -107,14 +110,7 @@ class Link:
 
     def close(self) -> None:
         """Drop what was not sent and end the context's threads. Idempotent."""
-        self._news.close()
-        self._wakeup.close()
-        if self._context.closed:
-            return
-        if len(self._sockets) > 1:
-            self.socket.disable_monitor()
-        self._context.destroy(linger=0)
-        self._sockets.clear()
+        self._dispose()
 
     @staticmethod
     def _configure(socket: zmq.Socket[bytes]) -> None:
@@ -134,6 +130,16 @@ class Link:
             socket.setsockopt(option, value)
 
 
+def _dispose(
+    context: zmq.Context[zmq.Socket[bytes]], sockets: list[zmq.Socket[bytes]], wakeup: Wakeup, news: select.epoll
+) -> None:
+    news.close()
+    wakeup.close()
+    for socket in sockets:
+        socket.close(linger=0)
+    context.term()
+
+
 def has_messages(socket: zmq.Socket[bytes]) -> bool:
     return bool(_events(socket) & zmq.POLLIN)
 
@@ -149,8 +155,6 @@ class DoorKeeper:
         self._token = token
         self._admitted = False
         self._requests = link.make_socket(zmq.ROUTER)
-        self._requests.setsockopt(zmq.LINGER, 0)
-        link.watch(self._requests)
         self._requests.bind("inproc://zeromq.zap.01")
         link.socket.setsockopt(zmq.PLAIN_SERVER, 1)
         link.socket.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN)
