@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from bench.cli import Entry, dispatch
+from bench.tethered import tethered
 
 PROG = "bench"
 BENCHES = {
@@ -29,7 +30,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         return 2
     # A process each: peak memory, threads and cores of one are not those of the next.
-    codes = {name: subprocess.run([sys.executable, "-m", "bench", name], check=False).returncode for name in BENCHES}
+    commands = {name: tethered([sys.executable, "-m", "bench", name]) for name in BENCHES}
+    try:
+        codes = {name: subprocess.run(command, check=False).returncode for name, command in commands.items()}
+    except KeyboardInterrupt:
+        print(f"{PROG}: interrupted", file=sys.stderr, flush=True)
+        return 130
     failed = [f"{name} (exit {code})" for name, code in codes.items() if code != 0]
     if failed:
         print(f"{PROG}: failed: {', '.join(failed)}", file=sys.stderr, flush=True)
