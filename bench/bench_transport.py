@@ -1,0 +1,259 @@
+"""`python -m bench transport`: how fast the transports fill slots, against what the machine can do without them.
+
+Two processes. In every round, one after the other: a plain copy of the same bytes into the same slots, a bare TCP
+stream received into them, and each transport with the credit loop of the ring (a slot is asked for again once its fill
+came). shm is held against the copy, zmq against the stream; figures are medians over rounds of ratios within a round.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import crc32c
+import torch
+from rich.console import Console
+
+from bench.records import RECORDS_DIR, Check, Record, Spread, write_record
+from bench.report import console, exit_code, print_checks, print_spreads
+from bench.transport_teacher import HANG_TIMEOUT_S, Open, Put, Stream, Teacher, cpu_s, source, teacher
+from ring.command import flag, parse, run, set_up_logging
+from ring.core.errors import ConfigError, TransportError
+from ring.core.messages import FillId
+from transport import registry
+from transport.contract import Receiver, wait_readable
+from transport.memory import SlotArena
+
+PROG = "bench.transport"
+SHM_TARGET, ZMQ_TARGET = 0.80, 0.85
+#: This far below its target a ratio fails the bench.
+MARGIN = 0.15
+MEMCPY, STREAM = "memcpy", "bare socket"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransportConfig:
+    """Raises ConfigError on construction: a value out of its range."""
+
+    rounds: int = flag(7, "rounds; figures are medians over them")
+    fills: int = flag(64, "fills of each way in a round")
+    slot_bytes: int = flag(16 << 20, "bytes of a slot, and of a fill")
+    depth: int = flag(4, "slots of the ring")
+    out: str = flag(str(RECORDS_DIR), "where the record is written", metavar="DIR")
+    debug: bool = flag(False, "log more, and print tracebacks")
+
+    def __post_init__(self) -> None:
+        for name in ("rounds", "fills", "slot_bytes", "depth"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"--{name.replace('_', '-')} must be >= 1, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pace:
+    """One way in one round. `cpu_s_per_gb`: of both processes."""
+
+    gb_per_s: float
+    cpu_s_per_gb: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """A way to fill slots. `copies`: how often a byte is copied between the teacher's buffer and the slot."""
+
+    name: str
+    copies: str
+    measure: Callable[[], Pace]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; returns its exit code: 1 if a transport is 0.15 below its target, 2 for bad usage."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    code = 0
+
+    def command() -> None:
+        nonlocal code
+        config = parse(TransportConfig, arguments, prog=PROG, description=(__doc__ or "").split("\n")[0])
+        if config.debug:
+            set_up_logging(debug=True)
+        code = bench(config, console())
+
+    return run(command, prog=PROG, debug="--debug" in arguments) or code
+
+
+def bench(config: TransportConfig, out: Console) -> int:
+    """Measure, print, record; returns the exit code. Raises DisaggKDError."""
+    torch.set_num_threads(1)
+    paces: dict[str, list[Pace]] = {}
+    with _ways(config) as ways:
+        for way in ways:  # connections, pages and processor clocks warm up
+            way.measure()
+        for _ in range(config.rounds):
+            for way in ways:
+                paces.setdefault(way.name, []).append(way.measure())
+        copies = {way.name: way.copies for way in ways}
+    record = _record(config, paces)
+    title = f"slots of {config.slot_bytes / 2**20:g} MiB, {config.fills} fills a round; medians over rounds"
+    rows = [
+        (f"{name}, {copies[name]}", "GB/s", Spread.of([pace.gb_per_s for pace in found]))
+        for name, found in paces.items()
+    ]
+    print_spreads(out, title, rows)
+    print_checks(out, "transport", record.checks)
+    path = write_record(record, directory=Path(config.out))
+    out.print(f"record: {path}", highlight=False)
+    return exit_code(record.checks)
+
+
+def _record(config: TransportConfig, paces: dict[str, list[Pace]]) -> Record:
+    def ratio(name: str, base: str) -> float:
+        pairs = zip(paces[name], paces[base], strict=True)
+        return Spread.of([way.gb_per_s / other.gb_per_s for way, other in pairs]).median
+
+    speed = {name: Spread.of([pace.gb_per_s for pace in found]) for name, found in paces.items()}
+    cpu = {name: Spread.of([pace.cpu_s_per_gb for pace in found]) for name, found in paces.items()}
+    checks = (
+        Check(
+            name="shm over memcpy of the same slots",
+            measured=ratio("shm", MEMCPY),
+            target=SHM_TARGET,
+            limit=SHM_TARGET - MARGIN,
+            at_most=False,
+        ),
+        Check(
+            name="zmq over a bare socket stream",
+            measured=ratio("zmq", STREAM),
+            target=ZMQ_TARGET,
+            limit=ZMQ_TARGET - MARGIN,
+            at_most=False,
+        ),
+        Check(name="zmq with CRC over a bare socket stream", measured=ratio("zmq with CRC", STREAM)),
+        *(Check(name=f"{name}: CPU of both sides", measured=s.median, unit="s/GB") for name, s in cpu.items()),
+    )
+    return Record(
+        bench="transport",
+        case="fills",
+        settings={name: value for name, value in asdict(config).items() if name != "out"},
+        measured={
+            **{f"{name} gb_per_s": spread for name, spread in speed.items()},
+            **{f"{name} cpu_s_per_gb": spread for name, spread in cpu.items()},
+        },
+        bytes_moved=config.rounds * config.fills * config.slot_bytes * len(paces),
+        checks=checks,
+    )
+
+
+@contextmanager
+def _ways(config: TransportConfig) -> Iterator[list[Way]]:
+    """Everything that is measured, open and ready."""
+    arena = SlotArena(config.depth, config.slot_bytes)
+    sources = [source(number, config.slot_bytes) for number in range(config.depth)]
+    receivers: dict[str, Receiver] = {}
+    try:
+        with teacher(num_sources=config.depth, source_bytes=config.slot_bytes) as process:
+            for backend in ("shm", "zmq"):
+                receivers[backend] = registry.load(backend).open_receiver(arena, bind_host="127.0.0.1")
+                _connect(process, backend, receivers[backend], arena)
+
+            def fills(backend: str, *, with_crc: bool = False) -> Callable[[], Pace]:
+                def measure() -> Pace:
+                    pace = _fills(config, process, backend, receivers[backend], arena, with_crc=with_crc)
+                    _check(arena, sources[: config.fills], what=backend)
+                    return pace
+
+                return measure
+
+            yield [
+                Way(name=MEMCPY, copies="1 copy", measure=lambda: _memcpy(config, arena, sources)),
+                Way(name="shm", copies="1 copy", measure=fills("shm")),
+                Way(name=STREAM, copies="through the kernel", measure=lambda: _stream(config, process, arena)),
+                Way(name="zmq", copies="through the kernel + 1", measure=fills("zmq")),
+                Way(name="zmq with CRC", copies="through the kernel + 1", measure=fills("zmq", with_crc=True)),
+            ]
+    finally:
+        for receiver in receivers.values():
+            receiver.close()
+            receiver.forget()
+        arena.close()
+
+
+def _connect(process: Teacher, backend: str, receiver: Receiver, arena: SlotArena) -> None:
+    process.start(Open(backend, receiver.describe(), arena.num_slots, arena.slot_bytes))
+    while not process.is_done():
+        receiver.poll()
+        wait_readable(receiver, time.monotonic() + HANG_TIMEOUT_S, what="the bench's teacher")
+    process.result()
+
+
+def _check(arena: SlotArena, sources: Sequence[torch.Tensor], *, what: str) -> None:
+    for slot, expected in enumerate(sources):
+        if not torch.equal(arena.view(slot, torch.uint8, expected.shape), expected):
+            raise TransportError(f"{what}: slot {slot} does not hold what was put")
+        arena.poison(slot)
+
+
+def _memcpy(config: TransportConfig, arena: SlotArena, sources: Sequence[torch.Tensor]) -> Pace:
+    slots = [arena.view(slot, torch.uint8, (config.slot_bytes,)) for slot in range(config.depth)]
+    begin_s, begin_cpu_s = time.perf_counter(), cpu_s()
+    for number in range(config.fills):
+        slot = number % config.depth
+        ctypes.memmove(slots[slot].data_ptr(), sources[slot].data_ptr(), config.slot_bytes)
+    return _pace(config, time.perf_counter() - begin_s, cpu_s() - begin_cpu_s)
+
+
+def _stream(config: TransportConfig, process: Teacher, arena: SlotArena) -> Pace:
+    slots = [arena.buffer(slot)[: config.slot_bytes] for slot in range(config.depth)]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        host, port = listener.getsockname()
+        process.start(Stream((host, port), config.fills))
+        connection, _ = listener.accept()
+    with connection:
+        begin_s, begin_cpu_s = time.perf_counter(), cpu_s()
+        for number in range(config.fills):
+            left = slots[number % config.depth]
+            while left:
+                num_bytes = connection.recv_into(left)
+                if num_bytes == 0:
+                    raise TransportError("the bare socket ended early")
+                left = left[num_bytes:]
+        wall_s, own_cpu_s = time.perf_counter() - begin_s, cpu_s() - begin_cpu_s
+        connection.send(b"!")
+    return _pace(config, wall_s, own_cpu_s + process.result())
+
+
+def _fills(
+    config: TransportConfig, process: Teacher, backend: str, receiver: Receiver, arena: SlotArena, *, with_crc: bool
+) -> Pace:
+    process.start(Put(backend, config.fills, with_crc))
+    begin_s, begin_cpu_s = time.perf_counter(), cpu_s()
+    num_asked = num_arrived = 0
+    while num_arrived < config.fills:
+        while num_asked < config.fills and num_asked - num_arrived < config.depth:
+            slot = num_asked % config.depth
+            receiver.arm(FillId(num_asked, 1, slot), num_bytes=config.slot_bytes)
+            os.write(process.credits_fd, b"!")
+            num_asked += 1
+        for arrival in receiver.wait(timeout_s=HANG_TIMEOUT_S):
+            data = arena.buffer(arrival.fill.slot)[: arrival.num_bytes]
+            if with_crc and crc32c.crc32c(data).to_bytes(4, "little") != arrival.header:
+                raise TransportError(f"{arrival.fill} arrived damaged")
+            num_arrived += 1
+    wall_s, own_cpu_s = time.perf_counter() - begin_s, cpu_s() - begin_cpu_s
+    while not process.is_done():  # acknowledgements still have to leave
+        receiver.poll()
+    return _pace(config, wall_s, own_cpu_s + process.result())
+
+
+def _pace(config: TransportConfig, wall_s: float, both_cpu_s: float) -> Pace:
+    moved_gb = config.fills * config.slot_bytes / 1e9
+    return Pace(gb_per_s=moved_gb / wall_s, cpu_s_per_gb=both_cpu_s / moved_gb)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
