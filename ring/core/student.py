@@ -127,7 +127,6 @@ class StudentMachine:
         self._fingerprint = fingerprint
         joined = self._fleet.add(replica)
         joined.epoch = epoch
-        joined.last_fill_s = now_s
         joined.crc_errors_in_a_row = 0
         self._fleet.move(joined, ReplicaEvent.JOIN)
         for entry in self._requests.waiting():

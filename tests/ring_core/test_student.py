@@ -277,6 +277,18 @@ def test_a_good_fill_in_between_forgives_flipped_bits() -> None:
     assert not any(isinstance(action, DropReplica) for action in ring.log)
 
 
+def test_a_new_session_starts_with_no_flipped_bits() -> None:
+    ring = Driver(depth=1)
+    ring.up("a")
+    ring.submit(0)
+    for _ in range(2):
+        ring.fill(max(ring.asked), crc=1)
+    ring.down("a")
+    ring.up("a")
+    ring.fill(max(ring.asked), crc=1)
+    assert not any(isinstance(action, DropReplica) for action in ring.log)
+
+
 def test_the_crc_is_compared_where_it_is_computed() -> None:
     ring = Driver(depth=2)
     ring.up("a")
@@ -375,12 +387,22 @@ def test_a_replica_that_was_slow_once_is_tried_again() -> None:
     assert done["b"] >= 500  # all but equal once it was tried, a hundred seconds after its last fill
 
 
-def test_a_replica_that_stays_slow_is_tried_rarely() -> None:
+@pytest.mark.parametrize(("fast", "slow"), [("a", "b"), ("b", "a")])
+def test_a_replica_that_stays_slow_is_tried_rarely(fast: str, slow: str) -> None:
     ring = Driver(depth=4)
     ring.up("a")
     ring.up("b")
-    done = stream(ring, {"a": 0.1, "b": 5.0}, 2400)
-    assert 2 <= done["b"] <= 6
+    done = stream(ring, {fast: 0.1, slow: 5.0}, 2400)
+    assert 2 <= done[slow] <= 6
+
+
+def test_nothing_is_assumed_of_a_replica_that_was_restarted() -> None:
+    ring = Driver()
+    ring.up("a")
+    stream(ring, {"a": 5.0}, 3)
+    ring.down("a")
+    ring.up("a")
+    assert ring.machine.stats(now_s=ring.now_s).replicas[0].seconds_per_token is None
 
 
 def test_without_estimates_requests_spread_evenly_in_name_order() -> None:

@@ -154,7 +154,7 @@ class StudentLife(RuleBasedStateMachine):
         assert len(attempts.pings) == len(attempts.silences) == len(ring.epochs)
         assert len(attempts.stalls) == len(attempts.fleet.stalled())
         assert len(attempts.requests._entries) <= ring.config.depth + ring.config.pending_limit
-        assert all(len(r.cancelled) <= ring.config.num_slots for r in attempts.fleet)
+        assert all(len(r.cancelled) <= ring.config.num_slots * r.connected for r in attempts.fleet)
 
     @invariant()
     def connections_agree(self) -> None:

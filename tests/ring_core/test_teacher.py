@@ -66,6 +66,17 @@ def test_a_request_is_queued_computed_put_and_sent_with_its_times() -> None:
     assert stats.idle_s == 1.0 + 2.0  # before the first request, and since the pass
 
 
+def test_idle_time_is_charged_to_one_pass_only() -> None:
+    machine = teacher("s")
+    idle_s = []
+    for seq, now_s in ((0, 1.0), (1, 5.0), (2, 5.0)):
+        machine.request("s", tokens(seq, slot=seq), now_s=now_s)
+        [put] = machine.computed(machine.next_batch(now_s=now_s).work, now_s=now_s + 1.0)
+        assert isinstance(put, Put)
+        idle_s.append(put.idle_s)
+    assert idle_s == [1.0, 3.0, 0.0]
+
+
 def test_nothing_to_do_is_an_empty_batch() -> None:
     batch = teacher("s").next_batch(now_s=0.0)
     assert (batch.work, batch.actions) == ((), ())
