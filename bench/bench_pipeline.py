@@ -13,7 +13,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -30,6 +30,7 @@ from ring.core.errors import ConfigError
 from student.config import TrainConfig
 from student.loss import Head
 from student.train.teachers import Teachers, connected
+from transport import registry
 
 PROG = "bench.pipeline"
 RATIO_TARGET, RATIO_LIMIT = 1.10, 1.25
@@ -38,6 +39,8 @@ STALL_TARGET_FRAC = 0.05
 QUIET_FRAC = 0.03
 #: How far the synthetic teacher may be off its part of the student's time before a note says so.
 PART_TOLERANCE = 0.05
+#: Two models of which a step takes long enough to be worth a pipeline, and not so long that nobody runs the bench.
+REAL_SHAPE = RealShape()
 _CALIBRATION_STEPS = 8
 
 
@@ -127,6 +130,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def bench(config: PipelineConfig, out: Console) -> int:
     """Measure, print, record; returns the exit code. Raises DisaggKDError."""
+    if config.transport not in (registry.AUTO, *registry.names()):
+        allowed = ", ".join((registry.AUTO, *registry.names()))
+        raise ConfigError(f"--transport {config.transport!r}; allowed between two processes: {allowed}")
     cores = choose_cores()
     with tempfile.TemporaryDirectory(prefix="disaggkd-bench-") as name, pinned(cores.student):
         scratch = Path(name)
@@ -135,7 +141,7 @@ def bench(config: PipelineConfig, out: Console) -> int:
         _print(out, record)
         path = write_record(record, directory=Path(config.out))
         if config.real:
-            shape = RealShape(num_steps=config.real_steps)
+            shape = replace(REAL_SHAPE, num_steps=config.real_steps)
             times = measure_real(
                 shape, cores, transport=config.transport, depth=config.depth, scratch=scratch, say=out.print
             )

@@ -46,7 +46,9 @@ class RealShape:
 
 @dataclass(frozen=True, kw_only=True)
 class RealTimes:
-    """Times of a step. `student`: alone, without waiting; `teacher`: alone, its forward passes for a step."""
+    """Times of a step. `student`: alone, without waiting; `teacher`: alone, its forward passes for a step.
+
+    `num_bytes`: payload of the whole run, the teacher's head included."""
 
     num_layers: int
     student: Spread
@@ -78,7 +80,7 @@ def measure_real(
         teacher=teacher,
         step=Spread.of(step_s),
         stall_frac=sum(step["student_stall_s"] for step in steps) / sum(step_s),
-        num_bytes=int(steps[-1]["bytes_received"] - steps[0]["bytes_received"]),
+        num_bytes=int(steps[-1]["bytes_received"]),
     )
 
 

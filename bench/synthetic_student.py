@@ -10,7 +10,7 @@ Shapes: N rows, Hs / Ht hidden, V vocabulary.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -86,18 +86,23 @@ class SyntheticStudent:
         generator = torch.Generator().manual_seed(19)
         vocab_size = teacher_head.weight.shape[0]
         torch.manual_seed(19)
-        self._body = nn.Linear(hidden_size, hidden_size, dtype=torch.bfloat16)
+        self._body = nn.Linear(hidden_size, hidden_size)
         self._head = nn.Linear(hidden_size, vocab_size, bias=False)
-        self._optimizer = StudentOptimizer(nn.ModuleList([self._body, self._head]), AdamWSettings())
+        self._module = nn.ModuleList([self._body, self._head])
+        self._optimizer = StudentOptimizer(self._module, AdamWSettings())
         self._teacher_head = teacher_head
         self._loss = KDLoss(kd_weight=0.9, ce_weight=0.1)
-        self._inputs_NH = torch.randn(rows, hidden_size, generator=generator).to(torch.bfloat16)
+        self._inputs_NH = torch.randn(rows, hidden_size, generator=generator)
         self._labels_N = torch.randint(vocab_size, (rows,), generator=generator)
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """What is trained."""
+        return self._module.parameters()
 
     def backward(self, states_NH: Tensor) -> None:
         """Loss and gradients; the states are not needed afterwards."""
         out = self._loss(
-            self._body(self._inputs_NH),
+            self._body(self._inputs_NH).to(torch.bfloat16),
             Head(weight=self._head.weight),
             states_NH,
             self._teacher_head,

@@ -80,7 +80,9 @@ def synthetic_request(rows: int, vocab_size: int, *, number: int) -> TokenReques
 
 
 class SyntheticBody(SplitModel):
-    """Stands where a model's body and head do; `num_products` says how long a row of the batch takes."""
+    """Stands where a model's body and head do; `num_products` says how long a document of the batch takes.
+
+    `table_VH`: the states of every token; `product`: what the last multiplication gave."""
 
     def __init__(self, vocab_size: int, hidden_size: int) -> None:
         generator = torch.Generator().manual_seed(18)
@@ -89,20 +91,20 @@ class SyntheticBody(SplitModel):
         self.weight_VH = (torch.randn(vocab_size, hidden_size, generator=generator) * scale).to(torch.bfloat16)
         self.bias_V = None
         self.num_products = 0
-        self._table_VH = state_table(vocab_size, hidden_size)
+        self.table_VH = state_table(vocab_size, hidden_size)
         rows, inner, columns = PRODUCT_SHAPE
         self._left = torch.rand(rows, inner)
         self._right = torch.rand(inner, columns)
-        self._product = torch.empty(rows, columns)
+        self.product = torch.zeros(rows, columns)
 
     @property
     def num_embeddings(self) -> int:
-        return len(self._table_VH)
+        return len(self.table_VH)
 
     def states(self, token_ids_BS: Tensor) -> Tensor:
         for _ in range(self.num_products * len(token_ids_BS)):
-            torch.mm(self._left, self._right, out=self._product)
-        return self._table_VH[token_ids_BS]
+            torch.mm(self._left, self._right, out=self.product)
+        return self.table_VH[token_ids_BS]
 
 
 def synthetic_model(vocab_size: int, hidden_size: int) -> TeacherModel:
