@@ -152,12 +152,12 @@ def _free_memory() -> list[tuple[str, int]]:
             root, limit_file, usage_file = "/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
         else:
             continue
-        limits += _free_in_group(Path(root), group, limit_file, usage_file)
+        limits += free_in_group(Path(root), group, limit_file, usage_file)
     return limits
 
 
-def _free_in_group(root: Path, group: str, limit_file: str, usage_file: str) -> list[tuple[str, int]]:
-    """The same for one control group and those around it; a container may see its own group as the root."""
+def free_in_group(root: Path, group: str, limit_file: str, usage_file: str) -> list[tuple[str, int]]:
+    """(what limits, bytes left there) for a control group and those around it; what can't be read does not limit."""
     limits = []
     directory = root / group.strip("/")
     while True:

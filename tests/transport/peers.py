@@ -14,6 +14,7 @@ import multiprocessing
 import os
 import select
 import signal
+import socket
 import threading
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
@@ -156,6 +157,23 @@ class Side:
 
     # ---- as either
 
+    def set_runtime_directory(self, path: str) -> None:
+        os.environ["XDG_RUNTIME_DIR"] = path
+
+    def fork_a_sleeper(self) -> int:
+        """A child that inherits every descriptor and outlives us; its pid."""
+        child = os.fork()
+        if child == 0:
+            signal.pause()
+        return child
+
+    def die_after_the_token(self, description: Description) -> None:
+        """Connect to a shm channel as its teacher, and be killed before the slots are mapped."""
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        connection.connect(description["path"])
+        connection.send(description["token"])
+        os.kill(os.getpid(), signal.SIGKILL)
+
     def close(self) -> None:
         if self._sender is not None:
             self._sender.close()
@@ -252,6 +270,9 @@ class Peer:
 
     def kill(self) -> None:
         self.signal(signal.SIGKILL)
+        self.has_been_killed()
+
+    def has_been_killed(self) -> None:
         self._process.join(HANG_GUARD_S)
         assert self._process.exitcode == -signal.SIGKILL
 
