@@ -1,18 +1,19 @@
-"""What the fused distillation loss costs: closed forms for bytes and FLOPs of its two modes, and the choice between them.
+"""What the fused distillation loss costs: bytes and FLOPs of its two modes, and the choice between them.
 
-keep       a window of rows; both models' logits of the whole vocabulary (of this rank's shard) are kept for the window, and
-           the student's are turned into the gradient in place. Every product is made once: FLOPs are the least possible.
-recompute  tiles of columns, windows of rows inside; logits are made again for every pass. The workspace does not grow with
-           the vocabulary; the FLOPs do, by one evaluation of the logits (two for divergences that need a second pass).
+keep: for a window of rows both models' logits of the whole vocabulary (of this rank's shard) are kept, and the
+student's are turned into the gradient in place. Every product is made once, so the FLOPs are the least possible.
 
-Plain arithmetic: the loss allocates exactly `workspace_bytes`, a test holds the rest against measurement, and a planner
-can ask without any tensor library at hand.
+recompute: tiles of columns, windows of rows inside; the logits are made again for every pass. The workspace does not
+grow with the vocabulary; the FLOPs do, by one evaluation of the logits (two for divergences that need a second pass).
+
+Plain arithmetic in closed form: the loss allocates exactly `workspace_bytes`, a test holds the rest against what is
+measured, and a planner can ask without any tensor library at hand.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal
 
@@ -49,10 +50,11 @@ TUNING: Mapping[str, LossTuning] = MappingProxyType(
 class LossShape:
     """A call of the loss in numbers.
 
-    num_rows: counted rows. num_columns: real columns of this rank's vocabulary shard. teacher_hidden: 0 without a teacher.
-    *_logit_bytes: bytes that one kept logit takes; *_logit_products: products a logit costs (2 where float32-grade logits
-    are made of two 16-bit ones). state_bytes: an element of the product's operands; work_bytes: of the statistics.
-    num_block_buffers: block-sized buffers of the epilogue, the dots' aside; num_passes: passes before the gradient can be written.
+    num_rows: counted rows. num_columns: real columns of this rank's vocabulary shard. teacher_hidden: 0 without a
+    teacher. *_logit_bytes: bytes that one kept logit takes; *_logit_products: products a logit costs (2 where
+    float32-grade logits are made of two 16-bit ones). state_bytes: an element of the product's operands; work_bytes:
+    of the statistics. num_block_buffers: block-sized buffers of the epilogue, the dots' aside; num_passes: passes
+    before the gradient can be written.
     """
 
     num_rows: int
@@ -91,9 +93,9 @@ class LossPlan:
 def plan_window(shape: LossShape, mode: Mode, rows: int, columns: int, block_elements: int) -> LossPlan:
     """The plan that handles `rows` x `columns` logits at a time.
 
-    The workspace is [student's logits | teacher's logits | block buffers]. Weight tiles are cast in the block buffers' place
-    before the statistics run; results of products are staged in the place of the teacher's logits and the block buffers
-    once the gradient is written: hence the maxima.
+    The workspace is [student's logits | teacher's logits | block buffers]. Weight tiles are cast in the block buffers'
+    place before the statistics run; results of products are staged in the place of the teacher's logits and the block
+    buffers once the gradient is written: hence the maxima.
     """
     rows, columns = max(rows, 1), max(columns, 1)
     block_rows = min(rows, max(1, block_elements // columns))
@@ -124,12 +126,13 @@ def choose_mode(
 ) -> Mode:
     """keep, if its smallest full-rate window takes at most workspace_bytes, or, where that is None, 5 % of free_bytes.
 
-    free_bytes None: unknown, taken as enough.
+    free_bytes None: unknown, taken as enough. How many rows a call has plays no part: a run stays in one mode.
     """
+    window = replace(shape, num_rows=TUNING.get(device, TUNING["cuda"]).keep_rows)
     limit_bytes = workspace_bytes
     if limit_bytes is None and free_bytes is not None:
         limit_bytes = int(free_bytes * KEEP_FREE_FRAC)
-    fits = limit_bytes is None or make_plan(shape, "keep", device=device).workspace_bytes <= limit_bytes
+    fits = limit_bytes is None or make_plan(window, "keep", device=device).workspace_bytes <= limit_bytes
     return "keep" if fits else "recompute"
 
 

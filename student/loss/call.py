@@ -5,15 +5,17 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from student.loss.head import Head, check_pair
 from student.loss.options import KDOutput, LossOptions
 from student.loss.rows import Rows, resolve_rows
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +96,7 @@ class DistillationLoss(ABC):
         """The loss of one call; KDLoss says what each argument means."""
         options = self.options
         _check_student(student_hidden, student_head)
+        _check_main_grad(student_hidden, student_head)
         if options.kd_weight > 0:
             if teacher_hidden is None or teacher_head is None:
                 raise ValueError("teacher_hidden and teacher_head: got None; allowed: only with kd_weight=0")
@@ -173,6 +176,12 @@ def _check_student(hidden: Tensor, head: Head) -> None:
         raise ValueError(
             f"student head: hidden size {head.weight.shape[1]}, the states have {hidden.shape[1]}; allowed: equal"
         )
+
+
+def _check_main_grad(hidden: Tensor, head: Head) -> None:
+    wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    if head.main_grad is not None and head.main_grad.dtype != wide:
+        raise ValueError(f"main_grad: got {head.main_grad.dtype}; allowed with {hidden.dtype} states: {wide}")
 
 
 def _check_teacher(hidden: Tensor, head: Head, student_hidden: Tensor) -> None:

@@ -29,8 +29,8 @@ class Scaled(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """What one block of columns adds: the value is sum p_s student + sum p_t teacher; slope is the part of a that is not
-    Divergence.teacher_slope. The tensors may be the buffers that `terms` was given; absent = 0."""
+    """What one block of columns adds: the value is sum p_s student + sum p_t teacher; slope is the part of a that is
+    not Divergence.teacher_slope. The tensors may be the buffers that `terms` was given; absent = 0."""
 
     student: Scaled | None = None
     teacher: Scaled | None = None
@@ -97,18 +97,19 @@ def _jsd(ratio_BC: Tensor, scratch: tuple[Tensor, ...], mix: float) -> Terms:
 
 
 def _skew_forward_kl(ratio_BC: Tensor, scratch: tuple[Tensor, ...], mix: float) -> Terms:
-    # m = l p_t + (1 - l) p_s; value KL(t || m) = sum p_t (rho - log(m / p_s)); a = -(1 - l) e^rho / (m / p_s).
+    # m = l p_t + (1 - l) p_s; value KL(t || m) = sum p_t (rho - log(m / p_s)); a = -(1 - l) (e^rho / (m / p_s) - 1).
+    # The 1 is a constant: with it the slope is 0, not a sum of roundings, where the models agree.
     slope_BC, mix_BC = scratch[0], _mixture(ratio_BC, scratch[1], mix)
-    torch.exp(ratio_BC, out=slope_BC).div_(mix_BC)
+    torch.exp(ratio_BC, out=slope_BC).div_(mix_BC).sub_(1.0)
     ratio_BC.sub_(mix_BC.log_())
     return Terms(teacher=Scaled(ratio_BC, 1.0), slope=Scaled(slope_BC, mix - 1.0))
 
 
 def _skew_reverse_kl(ratio_BC: Tensor, scratch: tuple[Tensor, ...], mix: float) -> Terms:
-    # m = l p_s + (1 - l) p_t; value KL(s || m) = -sum p_s log(m / p_s); a = -log(m / p_s) - l / (m / p_s).
+    # m = l p_s + (1 - l) p_t; value KL(s || m) = -sum p_s log(m / p_s); a = -log(m / p_s) - l (1 / (m / p_s) - 1).
     mix_BC = _mixture(ratio_BC, scratch[0], 1.0 - mix)
     log_mix_BC = torch.log(mix_BC, out=scratch[1])
-    slope_BC = mix_BC.reciprocal_().mul_(mix).add_(log_mix_BC)
+    slope_BC = mix_BC.reciprocal_().sub_(1.0).mul_(mix).add_(log_mix_BC)
     return Terms(student=Scaled(log_mix_BC, -1.0), slope=Scaled(slope_BC, -1.0))
 
 

@@ -30,9 +30,9 @@ from student.loss.statistics import Field, RowStatistics, logit_floor
 class Window:
     """Some rows' logits of some columns, and what else their epilogue reads.
 
-    *_planes_RC: see products.plane_dtypes. grad_RC: where the gradient goes; it may share memory with the student's planes.
-    stats, seconds_2R (value, mean slope), scales: of these rows, whole vocabulary. label_R1: column of the label within the
-    tile, clipped into it; label_hit_R1: 1 where it lies in the tile.
+    *_planes [R, C]: see products.plane_dtypes. grad [R, C]: where the gradient goes; it may share memory with the
+    student's planes. stats, seconds [2, R] (value, mean slope), scales [R]: over the whole vocabulary. label [R, 1]:
+    the label's column within the tile, clipped into it; label_hit [R, 1]: 1 where it lies in the tile.
     """
 
     student_planes: Sequence[Tensor]
@@ -52,7 +52,7 @@ class Window:
 
 @dataclass
 class Block:
-    """A block's buffers [B, C]: both models' logits (later their exponentials), v - u (later the log ratio) and room."""
+    """Buffers [B, C]: the logits u of the student and v of the teacher (later their exponentials), v - u, and room."""
 
     rows: slice
     u: Tensor
@@ -90,7 +90,7 @@ class Epilogue:
 
     @property
     def num_buffers(self) -> int:
-        """Block-sized buffers that take_buffers takes, the product's aside."""
+        """Block-sized buffers that `blocks` takes, the one for the products of dots aside."""
         num_copies = int(not self.in_place_student) + int(self.entry is not None and not self.in_place_teacher)
         num_scratch = self.entry.num_scratch if self.entry else 0
         return (

@@ -15,12 +15,12 @@ from student.loss.epilogue import Epilogue
 from student.loss.run import Gradients, LossRun
 
 # fp16 can't hold gradients of logits below 6e-8: they are multiplied by this before the cast, and the results divided.
-FP16_BOOST = 256.0
+FP16_BOOST = 1024.0
 
 
 class FusedLoss(torch.autograd.Function):
-    """keep makes the gradients in forward, backward multiplies them in place by what arrives; recompute makes them in
-    backward, scaled from the start."""
+    """keep makes the gradients in forward, and backward multiplies them in place by what arrives; recompute makes them
+    in backward, scaled from the start."""
 
     @staticmethod
     def forward(

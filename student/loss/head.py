@@ -9,7 +9,8 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Head:
-    """logits = softcap(logit_scale * (hidden @ weight.T + bias)), where softcap(z) = c * tanh(z / c) if a cap c is given.
+    """logits = softcap(logit_scale * (hidden @ weight.T + bias)), where softcap(z) = c * tanh(z / c) if a cap c is
+    given.
 
     weight [V, H], bias [V]. Columns at and past real_vocab are padding: they carry no probability and get no gradient.
     In a vocabulary group weight and bias are this rank's columns, vocab_start is the first one's index, and real_vocab
@@ -69,7 +70,7 @@ def check_pair(student: Head, teacher: Head, *, sharded: bool) -> None:
     """
     if student.vocab_start != teacher.vocab_start:
         raise ValueError(
-            f"vocab_start: student {student.vocab_start}, teacher {teacher.vocab_start}; allowed: the same on both sides"
+            f"vocab_start: student {student.vocab_start}, teacher {teacher.vocab_start}; allowed: the same on both"
         )
     if not sharded:
         for side, head in (("student", student), ("teacher", teacher)):
@@ -77,11 +78,11 @@ def check_pair(student: Head, teacher: Head, *, sharded: bool) -> None:
                 raise ValueError(f"{side} vocab_start: got {head.vocab_start} without a vocab_group; allowed: 0")
             if head.real_vocab is not None and head.real_vocab > head.weight.shape[0]:
                 raise ValueError(
-                    f"{side} real_vocab: got {head.real_vocab} with {head.weight.shape[0]} columns; allowed: at most as many"
+                    f"{side} real_vocab: got {head.real_vocab}; allowed: at most its {head.weight.shape[0]} columns"
                 )
     if student.num_real_columns != teacher.num_real_columns:
         raise ValueError(
-            f"vocabulary: the student's head has {student.num_real_columns} columns that count (of "
-            f"{student.weight.shape[0]}), the teacher's {teacher.num_real_columns} (of {teacher.weight.shape[0]}); allowed: "
-            f"equal. Where the token map is the same and the rest is padding, say so with real_vocab"
+            f"vocabulary: {student.num_real_columns} columns of the student's {student.weight.shape[0]} count, of the "
+            f"teacher's {teacher.weight.shape[0]} {teacher.num_real_columns}; allowed: equally many. Where the token "
+            f"map is the same and the rest is padding, say so with real_vocab"
         )

@@ -1,4 +1,4 @@
-"""KDLoss: the distillation loss of a student head against a teacher head, over the whole vocabulary, without its logits."""
+"""KDLoss: distillation of a student's head from a teacher's over the whole vocabulary, without the logits in memory."""
 
 from __future__ import annotations
 
@@ -15,37 +15,52 @@ from student.loss.plan import Planner
 
 
 class KDLoss(DistillationLoss):
-    """Knowledge distillation plus cross entropy, equal to the loss over full logits, with neither logits matrix in memory.
+    """Distillation plus cross entropy, equal to the loss over full logits, with neither logits matrix in memory.
 
         loss = kd_weight * kd + ce_weight * ce
-        kd   = T^2 * sum_i w_i D(p_t, p_s)_i / num_rows     at temperature T; T^2 (Hinton) only with scale_t2
-        ce   = sum_i w_i CE(label_i)_i / num_rows            at temperature 1
+        kd   = T^2 * sum_i w_i D_i(p_t, p_s) / num_rows    at temperature T; the T^2 (Hinton's) only with scale_t2
+        ce   = sum_i w_i CE_i(label_i) / num_rows          at temperature 1
 
-    divergence: forward_kl = KL(teacher || student); reverse_kl = KL(student || teacher); jsd with
-    m = teacher_weight * p_t + (1 - teacher_weight) * p_s and value teacher_weight KL(p_t || m) + (1 - teacher_weight)
-    KL(p_s || m); skew_forward_kl = KL(p_t || a p_t + (1 - a) p_s) and skew_reverse_kl = KL(p_s || a p_s + (1 - a) p_t) with
-    a = skew_alpha; tvd = sum |p_s - p_t| / 2.
+    divergence, with b = teacher_weight and a = skew_alpha:
+        forward_kl       KL(p_t || p_s)
+        reverse_kl       KL(p_s || p_t)
+        jsd              b KL(p_t || m) + (1 - b) KL(p_s || m),  m = b p_t + (1 - b) p_s
+        skew_forward_kl  KL(p_t || a p_t + (1 - a) p_s)
+        skew_reverse_kl  KL(p_s || a p_s + (1 - a) p_t)
+        tvd              sum |p_s - p_t| / 2
+
+    precision: "fp32" makes float32-grade logits from 16-bit states (on CPU at the cost of a second product); "fast"
+    rounds them to the states' dtype, which loses a third of the gradient where the models are nearly equal.
+    workspace_bytes: what a call may allocate beside statistics and gradients. Logits of a full-rate window of rows are
+    kept where that fits (None: where it takes at most 5 % of the free memory), else they are recomputed tile by tile.
 
     Called with
-        student_hidden [N, Hs], its Head; teacher_hidden [N, Ht] or [R, Ht] (just the counted rows, in their order; with as
-        many rows as are counted it is always read so), its Head; labels [N] int64, already shifted: labels[i] is the token
-        that row i predicts, ignore_index where a row does not count.
-        row_index [R] int64 (distinct) or all_rows=True name the counted rows, so that no device is waited for; without
-        either they are read from the labels, with one wait. A row named so whose label is ignore_index counts for kd alone.
-        row_weights [N]: factor w of each row; it does not change the divisor. teacher_row_scale [N or R]: factor of each
-        teacher row's product with the head, for states that travelled in 8 bits.
-        num_rows: the divisor: counted rows over all microbatches and ranks of the step; None = this call's own count.
+        student_hidden [N, Hs] and its Head; gradients reach the states, the weight and the bias.
+        teacher_hidden [N, Ht], or [R, Ht]: just the counted rows, in their order (with as many rows as count it is
+            always read so), and its Head. With kd_weight 0 both may be None.
+        labels [N] int64, shifted: labels[i] is the token that row i predicts, ignore_index where the row does not
+            count. With ce_weight 0 and named rows it may be None.
+        row_index [R] int64, distinct, or all_rows=True: name the counted rows, so that no device is waited for.
+            Without either they are read from the labels, with one wait. A row named here whose label is ignore_index
+            counts for kd alone.
+        row_weights [N]: the factors w, constants to autograd; they don't change the divisor.
+        teacher_row_scale [N] or [R], as teacher_hidden: factor of a teacher row, for states that travelled in 8 bits.
+        num_rows: the divisor, a number or a tensor: counted rows over all microbatches and ranks of the step. None =
+            this call's own count.
+        vocab_group: a process group over which the columns of both heads are sharded alike; all other inputs are the
+            same on its ranks. Every rank gets the whole loss, the whole dX, and the gradient of its own columns.
 
-    Returns KDOutput. Rows that don't count never enter a product. No counted row: loss 0, zero gradients, a warning once,
-    num_empty_calls grows.
+    Returns KDOutput. Rows that don't count never enter a product. No counted row: loss 0, zero gradients, a warning
+    the first time; num_empty_calls counts.
 
-    The products run in the states' dtype; a weight of another dtype is cast tile by tile. Safe under autocast (which it
-    turns off inside) and activation checkpointing; not twice differentiable, one backward per call.
+    Products run in the states' dtype; a weight of another dtype is cast tile by tile. Safe under autocast (which is off
+    inside) and activation checkpointing. Not twice differentiable.
 
-    Lifetime: the gradients are made in forward: teacher_hidden may be overwritten once the call returns; do not rely on it
-    before backward if you may set workspace_bytes (see docs/loss.md).
+    Lifetime: teacher_hidden must stay as it is until backward is done. (The mode that keeps logits reads it in forward
+    only; the one that recomputes them reads it again, and raises if torch has written into it since.)
 
-    Raises ValueError or TypeError: inputs that don't fit each other; nothing was computed.
+    Raises ValueError or TypeError: inputs that don't fit each other; nothing was computed. ValueError (on CUDA a device
+    assertion): a label outside of the vocabulary; an infinite KL.
     """
 
     @cached_property

@@ -46,8 +46,8 @@ class LossOptions:
             raise ValueError("kd_weight and ce_weight: got 0 and 0; allowed: at least one above 0")
         if not 0 < self.teacher_weight < 1:
             raise ValueError(
-                f"teacher_weight: got {self.teacher_weight}; allowed: between 0 and 1, both excluded. At either end the "
-                f"Jensen-Shannon divergence is 0 for any pair of models: use forward_kl or reverse_kl there"
+                f"teacher_weight: got {self.teacher_weight}; allowed: between 0 and 1, both excluded. At either end "
+                f"the Jensen-Shannon divergence is 0 for any pair of models: use forward_kl or reverse_kl there"
             )
         if not 0 < self.skew_alpha < 1:
             raise ValueError(
@@ -66,8 +66,9 @@ class LossOptions:
 class KDOutput(NamedTuple):
     """What a call of the loss returns: loss = kd_weight * kd + ce_weight * ce.
 
-    loss is differentiable; kd and ce are detached scalars, divided by the same divisor as the loss (so the parts of several
-    calls with one global `num_rows` add up); kd holds the T^2 factor where it applies. rows is the call's own count.
+    loss is differentiable; kd and ce are detached scalars, divided by the same divisor as the loss (so the parts of
+    several calls with one global `num_rows` add up); kd holds the T^2 factor where it applies. rows is the call's own
+    count.
     """
 
     loss: Tensor

@@ -1,4 +1,4 @@
-"""How a call will run: its numbers for the planner's closed forms, the mode they choose, and the say of the other ranks."""
+"""How a call will run: the planner's closed forms choose, by the call's numbers and together with the other ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from planner.loss_costs import TUNING, LossPlan, LossShape, Mode, choose_mode, make_plan
+from planner.loss_costs import LossPlan, LossShape, Mode, choose_mode, make_plan
 from student.loss.call import LossCall
 from student.loss.divergences import DIVERGENCES
 from student.loss.epilogue import Epilogue
@@ -85,10 +85,10 @@ def loss_shape(call: LossCall, epilogue: Epilogue) -> LossShape:
 
 
 class Planner:
-    """Chooses a mode once for each kind of call, remembers it, and says so once.
+    """Chooses a mode once for each kind of call, remembers it, and logs it once.
 
     The first call of a kind asks how much memory is free (and, in a vocabulary group, what the other ranks chose: their
-    exchanges must match); later ones ask nobody.
+    exchanges must match); later ones ask nobody. A stated workspace makes the choice independent of the machine's load.
     """
 
     def __init__(self) -> None:
@@ -115,11 +115,9 @@ class Planner:
 
 
 def _plan_key(call: LossCall) -> tuple[object, ...]:
-    """What the choice depends on; equal calls on all ranks of a group have equal keys at the same time."""
+    """What the choice depends on. All ranks of a group meet a new key at the same call."""
     hidden, teacher = call.student_hidden, call.teacher_hidden
-    tuning = TUNING.get(hidden.device.type, TUNING["cuda"])
     return (
-        min(call.rows.count, tuning.keep_rows),
         (hidden.shape[1], hidden.dtype, hidden.device),
         None if teacher is None else (teacher.shape[1], teacher.dtype),
         call.student_head.num_real_columns,

@@ -1,9 +1,9 @@
 """The matrix products of the loss: logits from states, dX and dW from the gradient of the logits.
 
-They run in the states' dtype. From 16-bit states float32-grade logits are made without a float32 copy of anything: on CUDA
-the product itself writes float32; on CPU, which can't, a second product gives the part that the first one's rounding lost
-(`low = x w - high`), so that high + low errs by 1e-4 where high alone errs by 5e-2. A weight of another dtype is cast
-tile by tile.
+They run in the states' dtype. From 16-bit states float32-grade logits are made without a float32 copy of anything: on
+CUDA the product itself writes float32; on CPU, which can't, a second product gives the part that the first one's
+rounding lost (`low = x w - high`), so that high + low errs by 1e-4 where high alone errs by 5e-2. A weight of another
+dtype is cast tile by tile.
 
 Legend: R rows of a window, C columns of a tile, H hidden size.
 """
@@ -16,10 +16,11 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from planner.loss_costs import ALIGN_BYTES
+from planner.loss_costs import aligned
 
-# dW is staged by so many columns at most: more would leave the caches without a faster product.
+# dW is staged and weights are cast by so many columns at most: more would leave the caches without a faster product.
 STAGED_COLUMNS = 2048
+CAST_COLUMNS = 8192
 
 
 class Arena:
@@ -31,12 +32,12 @@ class Arena:
 
     @property
     def num_free_bytes(self) -> int:
-        return self._bytes.shape[0] - self._offset
+        return self._bytes.shape[0] - aligned(self._offset)
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Uninitialised room, on a cache line of its own."""
         num_bytes = math.prod(shape) * dtype.itemsize
-        start = -(-self._offset // ALIGN_BYTES) * ALIGN_BYTES
+        start = aligned(self._offset)
         self._offset = start + num_bytes
         assert self._offset <= self._bytes.shape[0], "the plan's closed form is wrong"
         return self._bytes[start : self._offset].view(dtype).view(*shape)
@@ -49,7 +50,7 @@ class Arena:
 
 
 def plane_dtypes(state_dtype: torch.dtype, *, device_type: str, precision: str) -> tuple[torch.dtype, ...]:
-    """In what the logits of such states are kept: one plane, or two 16-bit ones that add up to a float32-grade logit."""
+    """What logits are kept in: one plane, or two 16-bit ones that add up to float32-grade logits."""
     if state_dtype.itemsize > 2 or precision == "fast":
         return (state_dtype,)
     return (torch.float32,) if device_type == "cuda" else (state_dtype, state_dtype)
@@ -68,7 +69,7 @@ def cast_tiles(
         yield start, stop, weight_VH[start:stop]
         return
     row_bytes = weight_VH.shape[1] * dtype.itemsize
-    num_columns = min(max(room.num_free_bytes // row_bytes, 1), stop - start)
+    num_columns = min(max(room.num_free_bytes // row_bytes, 1), CAST_COLUMNS, stop - start)
     tile_CH = room.take((num_columns, weight_VH.shape[1]), dtype)
     for first in range(start, stop, num_columns):
         last = min(first + num_columns, stop)

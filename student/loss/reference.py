@@ -1,8 +1,8 @@
 """The textbook: the loss written with both full logits matrices, the one place where they exist.
 
-`full_logits_loss` is the baseline (`--loss full`): logits in the inputs' dtype, softmax in float32, gradients by autograd.
-`reference_loss` is the oracle: the same formulas with everything in float64. Nothing here shares code with the fused loss
-but the option and row checks; the divergences are written from their definitions on purpose.
+`full_logits_loss` is the baseline (`--loss full`): logits in the inputs' dtype, softmax in float32, gradients by
+autograd. `reference_loss` is the oracle: the same formulas with everything in float64. Nothing here shares code with
+the fused loss but the option and row checks; the divergences are written from their definitions on purpose.
 
 Legend: N rows given, R rows that count, V columns that count.
 """
@@ -22,7 +22,7 @@ from student.loss.options import KDOutput, LossOptions
 class FullLogitsLoss(DistillationLoss):
     """The textbook loss, called like KDLoss. Memory grows with rows x vocabulary: a baseline, not for large models.
 
-    precision and workspace_bytes mean nothing here; a vocab_group is refused.
+    precision, workspace_bytes and a head's main_grad mean nothing here; a vocab_group is refused.
     """
 
     def _compute(self, call: LossCall) -> KDOutput:
@@ -74,7 +74,8 @@ def reference_loss(
     teacher_row_scale: Tensor | None = None,
     num_rows: int | float | Tensor | None = None,
 ) -> KDOutput:
-    """The oracle: every input is cast to float64 first. Gradients reach the inputs through the casts, in their own dtype."""
+    """The oracle: every input is cast to float64 first. Gradients reach the inputs through the casts, in their own
+    dtype."""
     return full_logits_loss(
         student_hidden.double(),
         _in_float64(student_head),
@@ -163,7 +164,8 @@ def divergence_of_logits(student_RV: Tensor, teacher_RV: Tensor, options: LossOp
 
 
 def _kl(p_RV: Tensor, log_p_RV: Tensor, log_q_RV: Tensor) -> Tensor:
-    # A column without mass adds nothing, whatever its logarithms are; masking before the product keeps gradients finite.
+    # A column without mass adds nothing, whatever its logarithms are; masking before the product keeps gradients
+    # finite.
     massless_RV = p_RV == 0
     return (p_RV * (log_p_RV.masked_fill(massless_RV, 0.0) - log_q_RV.masked_fill(massless_RV, 0.0))).sum(-1)
 

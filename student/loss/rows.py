@@ -64,7 +64,7 @@ def resolve_rows(
         raise ValueError(f"row_index: got {count} rows of {num_rows_given}; allowed: distinct rows")
     if num_teacher_rows is not None and num_teacher_rows not in (count, num_rows_given):
         raise ValueError(
-            f"teacher_hidden: got {num_teacher_rows} rows; allowed: {num_rows_given} (all) or {count} (the counted rows, in "
-            f"their order)"
+            f"teacher_hidden: got {num_teacher_rows} rows; allowed: {num_rows_given}, or {count}: the counted ones, in "
+            f"their order"
         )
     return Rows(index=index, count=count, teacher_compact=num_teacher_rows == count)

@@ -1,8 +1,8 @@
 """One call of the fused loss under way: windows and tiles, in either mode.
 
-keep: for each window of rows both models' logits of the whole vocabulary (of this rank's shard) are made, turned into the
-gradient in place, and multiplied into dX and dW. recompute: tiles of columns outside, windows of rows inside; `collect`
-makes the statistics, `differentiate` makes the logits again for the gradient.
+keep: for each window of rows both models' logits of the whole vocabulary (of this rank's shard) are made, turned into
+the gradient in place, and multiplied into dX and dW. recompute: tiles of columns outside, windows of rows inside;
+`collect` makes the statistics, `differentiate` makes the logits again for the gradient.
 
 Legend: N rows given, R counted rows (of the call or of a window), V columns, C columns of a tile, H hidden size.
 """
@@ -27,12 +27,12 @@ from student.loss.statistics import INFINITE_DIVERGENCE, Field, RowStatistics
 
 @dataclass
 class Gradients:
-    """What is summed up; None where nobody asked. hidden_NH in the states' dtype, the others in the working dtype."""
+    """What is summed up, None where nobody asked: hidden [N, H] in the states' dtype, the rest in the working dtype."""
 
     hidden: Tensor | None
     weight: Tensor | None
     bias: Tensor | None
-    # Whether weight_VH holds a sum to add to; a fresh one is overwritten by its first product instead of zeroed before.
+    # Whether weight [V, H] holds a sum to add to; a fresh one is overwritten by its first product, not zeroed before.
     has_weight: bool = False
 
     @property
@@ -170,14 +170,14 @@ class LossRun:
             kd_R = self._divergences()
             _refuse_if(
                 kd_R > INFINITE_DIVERGENCE,
-                "divergence: infinite, since a column has probability under one model and a logit of -inf under the other; "
-                "allowed: -inf on both sides, or jsd, skew_* or tvd, which stay finite",
+                "divergence: infinite, since a column has probability under one model and a logit of -inf under the "
+                "other; allowed: -inf on both sides, or jsd, skew_* or tvd, which stay finite",
             )
             kd = (self.weights_R * kd_R.clamp_(min=0)).sum()
         if self.has_label_R is not None:
             _refuse_if(
                 self.has_label_R & (self.stats[Field.LABEL_HITS] == 0),
-                "labels: one lies outside of the vocabulary (of its real columns); allowed: a real column or ignore_index",
+                "labels: one lies outside of the vocabulary's real columns; allowed: a real column or ignore_index",
             )
             ce_R = self.stats.cross_entropy()
             ce = torch.where(self.has_label_R, self.weights_R * ce_R, 0.0).sum()

@@ -1,9 +1,9 @@
 """The few numbers that a row needs from its logits, gathered tile by tile and merged over ranks.
 
 For a row's tempered logits u = z / T of the student and v of the teacher: the running maxima, the sums of exponentials
-relative to them, the label's logit, and (for KL's two directions) the mean of v - u under one side. They are associative:
-a part with another maximum joins after a factor e^(its max - the new max). One gather of 7 numbers a row (8 where cross
-entropy runs at another temperature than KD) merges vocabulary shards.
+relative to them, the label's logit, and (for KL's two directions) the mean of v - u under one side. They are
+associative: a part with another maximum joins after a factor e^(its max - the new max). One gather of 7 numbers a row
+(8 where cross entropy runs at another temperature than KD) merges vocabulary shards.
 
 Legend: R rows, K fields, S shards.
 """
@@ -12,13 +12,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from student.loss.divergences import Divergence
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 # Above this a row's divergence can only come from a column that one model forbids (logit -inf) and the other does not:
 # logit_floor stands in for such a logit, so that any probability above 1e-26 on the column shows here.
@@ -26,7 +29,8 @@ INFINITE_DIVERGENCE = 1e8
 
 
 def logit_floor(dtype: torch.dtype) -> float:
-    """A finite stand-in for a logit of -inf: its exponential is 0 beside any real logit, its differences stay finite."""
+    """A finite stand-in for a logit of -inf: its exponential is 0 beside any real logit, its differences stay
+    finite."""
     return -1e300 if dtype == torch.float64 else -1e34
 
 

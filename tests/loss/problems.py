@@ -96,8 +96,8 @@ class Answer:
 
 
 def relative_error(found: Tensor, wanted: Tensor) -> float:
-    """Of the whole tensor, by norm. What is almost 0 (two models that agree) is measured against 1e-4: there the oracle's
-    own float64 sums cancel."""
+    """Of the whole tensor, by norm. What is almost 0 (two models that agree) is measured against 1e-4: there the
+    oracle's own float64 sums cancel."""
     found, wanted = found.double(), wanted.double()
     return (found - wanted).norm().item() / max(wanted.norm().item(), 1e-4)
 
