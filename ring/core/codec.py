@@ -115,7 +115,8 @@ def _check_tokens(payload: object) -> str | None:
     return None
 
 
-_HEAD_INFO = Record(
+#: The head as it is described in the welcome.
+HEAD_SCHEMA = Record(
     HeadInfo,
     {
         "hidden_size": _COUNT,
@@ -131,31 +132,30 @@ _HEAD_INFO = Record(
     _check_head,
 )
 
-_PAYLOAD = Tagged(
-    {
-        "tokens": Record(
-            TokenRequest,
-            {
-                "token_ids": Bytes(MAX_FRAME_BYTES),
-                "doc_lengths": U32s(2**20),
-                "row_ranges": U32Pairs(2**20),
-                "input_hash": _HASH,
-            },
-            _check_tokens,
-        ),
-        "head": Record(
-            HeadRequest,
-            {
-                "vocab_start": _COUNT,
-                "vocab_end": _COUNT,
-                "offset": _SIZE,
-                "num_bytes": _SIZE,
-                "input_hash": _HASH,
-            },
-            _check_columns,
-        ),
-    }
-)
+#: What a request asks for, by its type on the wire.
+PAYLOAD_SCHEMAS: Mapping[str, Record] = {
+    "tokens": Record(
+        TokenRequest,
+        {
+            "token_ids": Bytes(MAX_FRAME_BYTES),
+            "doc_lengths": U32s(2**20),
+            "row_ranges": U32Pairs(2**20),
+            "input_hash": _HASH,
+        },
+        _check_tokens,
+    ),
+    "head": Record(
+        HeadRequest,
+        {
+            "vocab_start": _COUNT,
+            "vocab_end": _COUNT,
+            "offset": _SIZE,
+            "num_bytes": _SIZE,
+            "input_hash": _HASH,
+        },
+        _check_columns,
+    ),
+}
 
 #: What each message may hold, by its type on the wire.
 SCHEMAS: Mapping[str, Record] = {
@@ -180,7 +180,7 @@ SCHEMAS: Mapping[str, Record] = {
             "epoch": _ID,
             "fingerprint": _ID,
             "model": Str(1024),
-            "head": _HEAD_INFO,
+            "head": HEAD_SCHEMA,
             "token_map_hash": _ID,
             "wire_dtypes": Tuple(Enum(WireDtype), max_items=len(WireDtype)),
             "max_rows": _COUNT,
@@ -202,7 +202,7 @@ SCHEMAS: Mapping[str, Record] = {
     ),
     "ready": Record(Ready, {}),
     "denied": Record(Denied, {"reason": _TEXT}),
-    "request": Record(Request, {"fill": _FILL, "payload": _PAYLOAD, "time_left_s": _SECONDS}),
+    "request": Record(Request, {"fill": _FILL, "payload": Tagged(PAYLOAD_SCHEMAS), "time_left_s": _SECONDS}),
     "cancel": Record(Cancel, {"fill": _FILL}),
     "refused": Record(Refused, {"fill": _FILL, "code": Enum(RefusalCode), "message": _TEXT}),
     "ping": Record(Ping, {"token": _SIZE}),

@@ -83,10 +83,10 @@ def test_the_longest_header_fits_its_bound() -> None:
 
 
 def test_every_message_and_every_field_has_a_schema() -> None:
-    records = [*codec.SCHEMAS.values(), codec.HEADER_SCHEMA, codec._HEAD_INFO, *codec._PAYLOAD.records.values()]
+    records = [*codec.SCHEMAS.values(), codec.HEADER_SCHEMA, codec.HEAD_SCHEMA, *codec.PAYLOAD_SCHEMAS.values()]
     by_class = {record.make: record for record in records}
     assert set(typing.get_args(messages.Message)) == {record.make for record in codec.SCHEMAS.values()}
-    assert set(typing.get_args(messages.Payload)) == {record.make for record in codec._PAYLOAD.records.values()}
+    assert set(typing.get_args(messages.Payload)) == {record.make for record in codec.PAYLOAD_SCHEMAS.values()}
     for cls, record in by_class.items():
         assert dataclasses.is_dataclass(cls)
         assert [field.name for field in dataclasses.fields(cls)] == list(record.fields)
