@@ -283,6 +283,9 @@ def test_every_path_and_module_named_exists(page: Path) -> None:
             continue
         if "/" in name:
             assert (ROOT / name).exists(), f"{page.name} names `{name}`, which does not exist"
+        elif name.endswith(".py"):
+            found = any(next((ROOT / package).rglob(name), None) for package in PACKAGES)
+            assert found, f"{page.name} names `{name}`: no file of ours is called so"
         else:
             assert module_or_member(name), f"{page.name} names `{name}`: no such module, and no such name in one"
 
