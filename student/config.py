@@ -103,8 +103,9 @@ class TrainConfig:
             _require(self, name, 0 <= getattr(self, name) < float("inf"), ">= 0")
         for name in ("lr", "temperature", "teacher_timeout", "peer_timeout", "request_timeout"):
             _require(self, name, 0 < getattr(self, name) < float("inf"), "> 0")
-        for name in ("min_lr_frac", "jsd_teacher_weight", "skew_alpha"):
-            _require(self, name, 0 <= getattr(self, name) <= 1, "0 to 1")
+        _require(self, "min_lr_frac", 0 <= self.min_lr_frac <= 1, "0 to 1")
+        for name in ("jsd_teacher_weight", "skew_alpha"):
+            _require(self, name, 0 < getattr(self, name) < 1, "between 0 and 1, both excluded")
         for name in ("steps", "epochs", "workspace_bytes"):
             value = getattr(self, name)
             _require(self, name, value is None or value >= 1, ">= 1")

@@ -87,10 +87,7 @@ def serve(config: ServeConfig) -> None:
     """Serve until SIGTERM or SIGINT. Raises ConfigError: the model, the port or the transport is not to be had."""
     assert config.model is not None
     check_exposure(config.listen, flag="--listen", insecure=config.insecure)
-    backends = registry.available()
-    if config.transport != registry.AUTO:
-        registry.load(config.transport)
-        backends = (config.transport,)
+    backends = registry.offered(config.transport)
     if config.threads:
         torch.set_num_threads(config.threads)
     if config.deterministic:

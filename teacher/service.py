@@ -50,6 +50,7 @@ from ring.core.teacher import (
     Refuse,
     TeacherAction,
     TeacherMachine,
+    TeacherStats,
     Work,
     WorkKind,
 )
@@ -170,11 +171,18 @@ class TeacherService:
 
     def _hand_over(self, work: Work, parts: Parts) -> None:
         """Give one answer to the I/O side, which may send it while the pass's other requests are computed."""
+        # Transports read host memory; on the CPU this copies nothing.
+        on_host = [part.cpu() for part in parts]
         with self._lock:
-            self._answers[work.student, work.request.fill] = parts
+            self._answers[work.student, work.request.fill] = on_host
             self._actions.extend(self._machine.computed([work], now_s=time.monotonic()))
             self._forget_unwanted()
             self._wake()
+
+    def stats(self) -> TeacherStats:
+        """A frozen snapshot of the queue."""
+        with self._lock:
+            return self._machine.stats(now_s=time.monotonic())
 
     # ---- life ----------------------------------------------------------------------------------------------------
 

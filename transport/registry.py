@@ -53,6 +53,19 @@ def available(*, same_process: bool = False) -> tuple[str, ...]:
     return tuple(name for name in names(same_process=same_process) if unavailable(name) is None)
 
 
+def offered(requested: str, *, same_process: bool = False) -> tuple[str, ...]:
+    """What a process offers in a handshake when its user asked for this transport, or for `auto`.
+
+    Raises ConfigError: there is no such backend, it can't run here, or it leads to no other process and has to."""
+    if requested == AUTO:
+        return available(same_process=same_process)
+    load(requested)
+    if _entry(requested).same_process and not same_process:
+        allowed = ", ".join((AUTO, *names()))
+        raise ConfigError(f"transport {requested!r} stays within one process; between two, allowed: {allowed}")
+    return (requested,)
+
+
 def load(name: str) -> Backend:
     """The backend of that name. Raises ConfigError: there is none, or something it needs is missing."""
     backend = _module(name)

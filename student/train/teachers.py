@@ -117,25 +117,19 @@ def _hello(config: TrainConfig, token_map_hash: str, vocab_size: int, backends: 
     )
 
 
-def _backends(config: TrainConfig, *, same_process: bool) -> tuple[str, ...]:
-    """What the handshake may choose from. Raises ConfigError: the transport that was asked for can't run here."""
-    if config.transport == registry.AUTO:
-        return registry.available(same_process=same_process)
-    registry.load(config.transport)
-    return (config.transport,)
-
-
 def _disaggregated(config: TrainConfig, stack: ExitStack, token_map_hash: str, vocab_size: int) -> Connection:
     endpoints = config.endpoints
     for endpoint in endpoints:
         check_exposure(endpoint, flag="--teacher", insecure=config.insecure)
+    if config.bind_host is not None:
+        check_exposure(f"tcp://{config.bind_host}:*", flag="--bind-host", insecure=config.insecure)
     if len(set(endpoints)) < len(endpoints):
         raise ConfigError(f"--teacher names an endpoint twice: {', '.join(endpoints)}")
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     # After the ring, which the stack closes first: terminating waits for its sockets.
     stack.callback(context.term)
     links: list[tuple[str, LinkOpener]] = [(name, partial(ZmqLink, context, name)) for name in endpoints]
-    return _hello(config, token_map_hash, vocab_size, _backends(config, same_process=False)), links, None
+    return _hello(config, token_map_hash, vocab_size, registry.offered(config.transport)), links, None
 
 
 def _colocated(config: TrainConfig, stack: ExitStack, token_map_hash: str, vocab_size: int) -> Connection:
@@ -145,7 +139,7 @@ def _colocated(config: TrainConfig, stack: ExitStack, token_map_hash: str, vocab
 
     if len(config.teacher) != 1:
         raise ConfigError(f"--layout colocated takes one --teacher DIR|ID, got {len(config.teacher)}")
-    backends = _backends(config, same_process=True)
+    backends = registry.offered(config.transport, same_process=True)
     model = load_teacher(config.teacher[0], dtype=config.teacher_dtype)
     link, port = local_pair()
     service = TeacherService(
