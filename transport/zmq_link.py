@@ -33,8 +33,13 @@ from zmq.utils.monitor import recv_monitor_message
 from ring.core.errors import ConfigError, DeadlineExceeded, RemoteProtocolError, TransportError
 from transport.wakeup import Wakeup
 
-GREETING = struct.Struct("<4sQQ")  # magic, slots, bytes a slot; the first message of both sides
 MAGIC = b"dkd1"
+#: The messages. Both sides greet, with the same words.
+GREETING = struct.Struct("<4sQQ")  # magic, slots, bytes a slot
+ANNOUNCE = struct.Struct("<cQqQQQ")  # kind, ticket, seq, attempt, slot, bytes; the header follows
+CHUNK = struct.Struct("<cQQ")  # kind, ticket, index; the payload is the next frame
+ACK = struct.Struct("<Q")  # ticket
+KIND_ANNOUNCE, KIND_CHUNK = b"F", b"C"
 #: Payload travels in frames of at most this: a larger frame is slower to receive (fresh pages for every one).
 CHUNK_BYTES = 1 << 20
 #: Whole chunks that zmq may hold on each side of a link.
@@ -121,7 +126,6 @@ class Link:
             zmq.MAXMSGSIZE: CHUNK_BYTES + MAX_META_BYTES,
             zmq.RECONNECT_IVL: -1,
             zmq.IMMEDIATE: 1,
-            zmq.IPV6: 1,
             zmq.TCP_KEEPALIVE: 1,
             zmq.TCP_KEEPALIVE_IDLE: 20,
             zmq.TCP_KEEPALIVE_INTVL: 5,
@@ -176,6 +180,8 @@ def bind(link: Link, bind_host: str) -> str:
         address = ipaddress.ip_address(found[0][4][0])
         if address.is_unspecified:
             raise ConfigError(f"zmq: {bind_host!r} is every address; give the one that the teacher can reach")
+        # Only where needed: with it zmq would name IPv4 addresses in their IPv6 form.
+        link.socket.setsockopt(zmq.IPV6, address.version == 6)
         link.socket.bind(f"tcp://[{address}]:*" if address.version == 6 else f"tcp://{address}:*")
     except (OSError, ValueError, zmq.ZMQError) as error:
         raise ConfigError(f"zmq: can't listen on {bind_host!r}: {error}") from error
@@ -190,8 +196,12 @@ def connect(link: Link, endpoint: str, token: bytes, greeting: bytes, *, timeout
     link.socket.setsockopt(zmq.PLAIN_USERNAME, _USER)
     link.socket.setsockopt(zmq.PLAIN_PASSWORD, token)
     try:
+        host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+        link.socket.setsockopt(zmq.IPV6, ipaddress.ip_address(host.strip("[]")).version == 6)
+        if not 0 < int(port) < 1 << 16:
+            raise ValueError(f"no such port: {port}")
         link.socket.connect(endpoint)
-    except zmq.ZMQError as error:
+    except (ValueError, zmq.ZMQError) as error:
         raise RemoteProtocolError(f"zmq: {endpoint!r} is no endpoint: {error}") from error
     poller = zmq.Poller()
     poller.register(link.fileno(), zmq.POLLIN)

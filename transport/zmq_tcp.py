@@ -12,7 +12,6 @@ not armed is received into nothing.
 from __future__ import annotations
 
 import secrets
-import struct
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -27,8 +26,13 @@ from transport.contract import MAX_HEADER_BYTES, Arrival, Capabilities, Fence, R
 from transport.fills import ArmedFills, check_put, total_bytes
 from transport.memory import SlotArena, as_bytes
 from transport.zmq_link import (
+    ACK,
+    ANNOUNCE,
+    CHUNK,
     CHUNK_BYTES,
     GREETING,
+    KIND_ANNOUNCE,
+    KIND_CHUNK,
     MAGIC,
     RECEIVE_QUEUE_CHUNKS,
     DoorKeeper,
@@ -38,10 +42,6 @@ from transport.zmq_link import (
     tune_malloc,
 )
 
-_ANNOUNCE = struct.Struct("<cQqQQQ")  # kind, ticket, seq, attempt, slot, bytes; the header follows
-_CHUNK = struct.Struct("<cQQ")  # kind, ticket, index; the payload is the next frame
-_ACK = struct.Struct("<Q")  # ticket
-_KIND_ANNOUNCE, _KIND_CHUNK = b"F", b"C"
 _MAX_CHUNKS_A_POLL = 64  # some 25 ms: then the owner's other work has its turn
 _RELEASE_TIMEOUT_S = 10.0
 
@@ -198,12 +198,12 @@ class ZmqReceiver(Receiver):
 
     def _take(self, frame: zmq.Frame) -> None:
         message = frame.bytes
-        header_bytes = len(message) - _ANNOUNCE.size
+        header_bytes = len(message) - ANNOUNCE.size
         if self._peer is None and len(message) == GREETING.size and message.startswith(MAGIC):
             self._greet(frame)
-        elif self._peer is not None and message[:1] == _KIND_ANNOUNCE and 0 <= header_bytes <= MAX_HEADER_BYTES:
+        elif self._peer is not None and message[:1] == KIND_ANNOUNCE and 0 <= header_bytes <= MAX_HEADER_BYTES:
             self._begin(message)
-        elif self._incoming is not None and message[:1] == _KIND_CHUNK and len(message) == _CHUNK.size:
+        elif self._incoming is not None and message[:1] == KIND_CHUNK and len(message) == CHUNK.size:
             self._take_chunk(message)
         else:
             self._break("it sent a message of no known kind, or none of greeting first")
@@ -214,16 +214,16 @@ class ZmqReceiver(Receiver):
         self._acks.append(GREETING.pack(MAGIC, self._arena.num_slots, self._arena.slot_bytes))
 
     def _begin(self, message: bytes) -> None:
-        _, ticket, seq, attempt, slot, num_bytes = _ANNOUNCE.unpack_from(message)
+        _, ticket, seq, attempt, slot, num_bytes = ANNOUNCE.unpack_from(message)
         fill = FillId(seq, attempt, slot)
         if self._incoming is not None or num_bytes > self._arena.slot_bytes:
             self._break(f"it announced {fill} of {num_bytes} bytes, which no slot holds, or before the last was whole")
             return
         target = self._arena.buffer(slot)[:num_bytes] if self._armed.expects(fill, num_bytes) else None
-        self._incoming = _Incoming(ticket, fill, num_bytes, message[_ANNOUNCE.size :], target)
+        self._incoming = _Incoming(ticket, fill, num_bytes, message[ANNOUNCE.size :], target)
 
     def _take_chunk(self, message: bytes) -> None:
-        _, ticket, index = _CHUNK.unpack(message)
+        _, ticket, index = CHUNK.unpack(message)
         incoming = self._incoming
         is_next = incoming is not None and (ticket, index) == (incoming.ticket, incoming.next_index)
         if incoming is None or not is_next or not self._link.socket.getsockopt(zmq.RCVMORE):
@@ -241,7 +241,7 @@ class ZmqReceiver(Receiver):
 
     def _finish(self, incoming: _Incoming) -> list[Arrival]:
         self._incoming = None
-        self._acks.append(_ACK.pack(incoming.ticket))
+        self._acks.append(ACK.pack(incoming.ticket))
         if incoming.target is None:
             self._dropped += 1
             return []
@@ -386,7 +386,7 @@ class ZmqSender(Sender):
                 message = self._link.socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return tickets
-            number = _ACK.unpack(message)[0] if len(message) == _ACK.size else 0
+            number = ACK.unpack(message)[0] if len(message) == ACK.size else 0
             outgoing = self._unacknowledged.pop(number, None)
             if outgoing is None:
                 self._lost = "the student broke the protocol: it acknowledged what was not sent"
@@ -398,9 +398,9 @@ def _frames(
     ticket: Ticket, fill: FillId, header: bytes, sources: Sequence[torch.Tensor]
 ) -> Iterator[tuple[bytes, memoryview | None]]:
     """(what it is, payload) of each message of a put."""
-    yield _ANNOUNCE.pack(_KIND_ANNOUNCE, ticket.number, *fill, total_bytes(sources)) + header, None
+    yield ANNOUNCE.pack(KIND_ANNOUNCE, ticket.number, *fill, total_bytes(sources)) + header, None
     index = 0
     for source in map(as_bytes, sources):
         for begin in range(0, len(source), CHUNK_BYTES):
-            yield _CHUNK.pack(_KIND_CHUNK, ticket.number, index), source[begin : begin + CHUNK_BYTES]
+            yield CHUNK.pack(KIND_CHUNK, ticket.number, index), source[begin : begin + CHUNK_BYTES]
             index += 1

@@ -16,10 +16,10 @@ import select
 import signal
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -28,6 +28,8 @@ from ring.core.messages import Description, FillId
 from transport import registry
 from transport.contract import Arrival, Endpoint, Receiver, Sender, Ticket
 from transport.memory import SlotArena, as_bytes
+
+T = TypeVar("T")
 
 #: No step of a test takes a tenth of this; it only ends tests that hang.
 HANG_GUARD_S = 60.0
@@ -82,6 +84,29 @@ def _descriptor_kinds() -> Iterator[str]:
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):  # the listing's own
             yield os.readlink(f"/proc/self/fd/{fd}").split(":[")[0]
+
+
+def while_serving(receiver: Receiver, call: Callable[[], T]) -> T:
+    """The result of a call that needs a student who polls; we are that student. Raises what it raised."""
+    results: list[T] = []
+    errors: list[DisaggKDError] = []
+
+    def record() -> None:
+        try:
+            results.append(call())
+        except DisaggKDError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=record)
+    thread.start()
+    with contextlib.suppress(PeerLost):  # as a teacher that refused us
+        while thread.is_alive():
+            assert receiver.poll() == []
+            wait_readable(receiver, timeout_s=0.01)
+    thread.join(HANG_GUARD_S)
+    for error in errors:
+        raise error
+    return results[0]
 
 
 class Side:

@@ -8,7 +8,7 @@ import signal
 import socket
 import stat
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,7 +17,7 @@ import torch
 
 from ring.core.errors import ConfigError, DeadlineExceeded, PeerLost, RemoteProtocolError, TransportError
 from ring.core.messages import Description, FillId
-from tests.transport.peers import HANG_GUARD_S, Peer, digest, payload_digest, wait_readable
+from tests.transport.peers import HANG_GUARD_S, Peer, digest, payload_digest, wait_readable, while_serving
 from tests.transport.test_memory import few_descriptors, num_mappings
 from transport import shm
 from transport.contract import Fence, Receiver, Sender
@@ -58,26 +58,6 @@ def peer() -> Iterator[Peer]:
 def open_sender(description: Description, **changes: int) -> Sender:
     sizes = {"num_slots": NUM_SLOTS, "slot_bytes": SLOT_BYTES} | changes
     return shm.open_sender(description, **sizes, timeout_s=HANG_GUARD_S)
-
-
-def while_serving(receiver: Receiver, call: Callable[[], Sender]) -> Sender:
-    """The result of a call that needs the student to poll. Raises what it raised."""
-    results: list[Sender | Exception] = []
-
-    def record() -> None:
-        try:
-            results.append(call())
-        except (RemoteProtocolError, TransportError) as error:
-            results.append(error)
-
-    thread = threading.Thread(target=record)
-    thread.start()
-    while thread.is_alive():
-        receiver.poll()
-        wait_readable(receiver, timeout_s=0.01)
-    if isinstance(results[0], Exception):
-        raise results[0]
-    return results[0]
 
 
 def test_the_socket_is_private_and_gone_once_the_teacher_is_there(receiver: Receiver, runtime: Path) -> None:
