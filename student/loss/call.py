@@ -95,37 +95,22 @@ class DistillationLoss(ABC):
     ) -> KDOutput:
         """The loss of one call; KDLoss says what each argument means."""
         options = self.options
-        _check_student(student_hidden, student_head)
-        _check_main_grad(student_hidden, student_head)
-        if options.kd_weight > 0:
-            if teacher_hidden is None or teacher_head is None:
-                raise ValueError("teacher_hidden and teacher_head: got None; allowed: only with kd_weight=0")
-            _check_teacher(teacher_hidden, teacher_head, student_hidden)
-            check_pair(student_head, teacher_head, sharded=vocab_group is not None)
+        if options.kd_weight == 0:
+            teacher_hidden = teacher_head = teacher_row_scale = None
+        elif teacher_hidden is None or teacher_head is None:
+            raise ValueError("teacher_hidden and teacher_head: got None; allowed: only with kd_weight=0")
         else:
-            teacher_hidden = teacher_head = None
-            check_pair(student_head, student_head, sharded=vocab_group is not None)
-        num_given = student_hidden.shape[0]
-        if labels is None and options.ce_weight > 0:
-            raise ValueError("labels: got None; allowed: only with ce_weight=0")
-        if labels is not None and (labels.shape != (num_given,) or labels.dtype != torch.int64):
-            raise ValueError(f"labels: got {labels.dtype} {tuple(labels.shape)}; allowed: int64 [{num_given}]")
-        if row_weights is not None and row_weights.shape != (num_given,):
-            raise ValueError(f"row_weights: got {tuple(row_weights.shape)}; allowed: [{num_given}]")
+            _check_teacher(teacher_hidden, teacher_head, teacher_row_scale, student_hidden)
+        _check_student(student_hidden, student_head, labels, row_weights, options)
+        check_pair(student_head, teacher_head or student_head, sharded=vocab_group is not None)
         rows = resolve_rows(
-            num_rows_given=num_given,
+            num_rows_given=student_hidden.shape[0],
             num_teacher_rows=None if teacher_hidden is None else teacher_hidden.shape[0],
             labels=labels,
             row_index=row_index,
             all_rows=all_rows,
             ignore_index=options.ignore_index,
         )
-        if teacher_hidden is None:
-            teacher_row_scale = None
-        elif teacher_row_scale is not None and teacher_row_scale.shape != teacher_hidden.shape[:1]:
-            raise ValueError(
-                f"teacher_row_scale: got {tuple(teacher_row_scale.shape)}; allowed: [{teacher_hidden.shape[0]}]"
-            )
         if rows.count == 0:
             self._count_empty_call()
         return self._compute(
@@ -167,33 +152,42 @@ def _divisor(num_rows: int | float | Tensor | None, count: int) -> float | Tenso
     return float(max(count if num_rows is None else num_rows, 1))
 
 
-def _check_student(hidden: Tensor, head: Head) -> None:
+def _check_student(
+    hidden: Tensor, head: Head, labels: Tensor | None, row_weights: Tensor | None, options: LossOptions
+) -> None:
     if hidden.dim() != 2 or not hidden.is_floating_point() or hidden.dtype.itemsize < 2:
         raise ValueError(
             f"student_hidden: got {hidden.dtype} {tuple(hidden.shape)}; allowed: bf16, fp16, fp32 or fp64 [N, Hs]"
         )
-    if hidden.shape[1] != head.weight.shape[1]:
-        raise ValueError(
-            f"student head: hidden size {head.weight.shape[1]}, the states have {hidden.shape[1]}; allowed: equal"
-        )
-
-
-def _check_main_grad(hidden: Tensor, head: Head) -> None:
+    _check_width("student", hidden, head)
     wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     if head.main_grad is not None and head.main_grad.dtype != wide:
         raise ValueError(f"main_grad: got {head.main_grad.dtype}; allowed with {hidden.dtype} states: {wide}")
+    num_rows = hidden.shape[0]
+    if labels is None and options.ce_weight > 0:
+        raise ValueError("labels: got None; allowed: only with ce_weight=0")
+    if labels is not None and (labels.shape != (num_rows,) or labels.dtype != torch.int64):
+        raise ValueError(f"labels: got {labels.dtype} {tuple(labels.shape)}; allowed: int64 [{num_rows}]")
+    if row_weights is not None and row_weights.shape != (num_rows,):
+        raise ValueError(f"row_weights: got {tuple(row_weights.shape)}; allowed: [{num_rows}]")
 
 
-def _check_teacher(hidden: Tensor, head: Head, student_hidden: Tensor) -> None:
+def _check_teacher(hidden: Tensor, head: Head, row_scale: Tensor | None, student_hidden: Tensor) -> None:
     if hidden.dim() != 2 or not hidden.is_floating_point():
         raise ValueError(
             f"teacher_hidden: got {hidden.dtype} {tuple(hidden.shape)}; allowed: a floating [N, Ht] or [R, Ht]"
         )
-    if hidden.shape[1] != head.weight.shape[1]:
-        raise ValueError(
-            f"teacher head: hidden size {head.weight.shape[1]}, the states have {hidden.shape[1]}; allowed: equal"
-        )
+    _check_width("teacher", hidden, head)
     if hidden.device != student_hidden.device:
         raise ValueError(
             f"teacher_hidden: on {hidden.device}, the student's states on {student_hidden.device}; allowed: equal"
+        )
+    if row_scale is not None and row_scale.shape != hidden.shape[:1]:
+        raise ValueError(f"teacher_row_scale: got {tuple(row_scale.shape)}; allowed: [{hidden.shape[0]}]")
+
+
+def _check_width(side: str, hidden: Tensor, head: Head) -> None:
+    if hidden.shape[1] != head.weight.shape[1]:
+        raise ValueError(
+            f"{side} head: hidden size {head.weight.shape[1]}, the states have {hidden.shape[1]}; allowed: equal"
         )

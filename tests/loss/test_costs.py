@@ -163,3 +163,10 @@ def test_the_mode_is_kept_by_default_where_there_is_room(caplog: pytest.LogCaptu
     with caplog.at_level(logging.INFO, logger="student.loss.plan"):
         problem.solve(KDLoss())
     assert "mode='keep'" in caplog.records[0].getMessage()
+
+
+def test_the_loss_brings_in_neither_the_ring_nor_a_model_library() -> None:
+    code = (
+        "import student.loss, sys; sys.exit(any(name in sys.modules for name in ('ring', 'transport', 'transformers')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
