@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ring.core.errors import PeerLost
+from ring.core.errors import PeerLost, TransportClosed
 from ring.core.messages import Description, FillId
 from transport.contract import Arrival, Backend, Capabilities, Fence, Receiver, Sender, Ticket
 from transport.fills import check_put
@@ -286,7 +286,9 @@ class FaultySender(Sender):
         return self._inner.put(fill, header=header, parts=[whole])
 
     def _check_cut(self) -> None:
-        if self._is_cut and self._more.fileno() >= 0:
+        if self._is_cut:
+            if self._more.fileno() < 0:
+                raise TransportClosed("a closed channel was used")
             raise PeerLost("the link was cut on purpose")
 
     def _tell(self) -> None:

@@ -41,15 +41,22 @@ class SlotArena:
             raise ConfigError(f"slots need at least 1 byte, got {slot_bytes}")
         self.num_slots = num_slots
         self.slot_bytes = -(-slot_bytes // PAGE_BYTES) * PAGE_BYTES
-        check_free_memory(num_slots * self.slot_bytes, purpose=f"{num_slots} slots of {self.slot_bytes} bytes")
         self._fds: list[int] = []
         self._slots: list[torch.Tensor] = []
         try:
+            check_free_memory(num_slots * self.slot_bytes, purpose=f"{num_slots} slots of {self.slot_bytes} bytes")
             for slot in range(num_slots):
                 self._fds.append(_make_memfd(slot, self.slot_bytes))
                 self._slots.append(map_slot(self._fds[slot], self.slot_bytes))
                 # The first touch costs 3 ns a byte; here it delays the start and not the first step.
                 self._slots[slot].zero_()
+        except OSError as error:
+            self.close()
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                raise ConfigError(
+                    f"{num_slots} slots need two descriptors each, and none is left ({error}): raise `ulimit -n`"
+                ) from error
+            raise
         except BaseException:
             self.close()
             raise
@@ -191,14 +198,7 @@ def _read_stat(path: Path) -> dict[str, int]:
 
 
 def _make_memfd(slot: int, num_bytes: int) -> int:
-    try:
-        fd = os.memfd_create(f"disaggkd-slot-{slot}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    except OSError as error:
-        if error.errno in (errno.EMFILE, errno.ENFILE):
-            raise ConfigError(
-                f"slot {slot}: no descriptor is left for its memory ({error}); a slot takes two: raise `ulimit -n`"
-            ) from error
-        raise
+    fd = os.memfd_create(f"disaggkd-slot-{slot}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, num_bytes)
         os.posix_fallocate(fd, 0, num_bytes)

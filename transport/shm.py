@@ -91,6 +91,7 @@ class ShmReceiver(Receiver):
             if refused:
                 self._armed.discard(fill)
                 self._pending.discard(fill)
+                self._release_if_settled()
             if self._armed.discard(fill) and self._lost is None:
                 self._pending.add(fill)
             return Fence.PENDING if fill in self._pending else Fence.FENCED

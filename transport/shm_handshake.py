@@ -102,7 +102,9 @@ class Listener:
             self._news.unregister(stranger.connection)
             if hmac.compare_digest(token, self._token):
                 try:
-                    self._hand_over(stranger.connection)
+                    # A teacher that has ended meanwhile is the caller's to notice, as at any other time.
+                    with contextlib.suppress(ConnectionError):
+                        self._hand_over(stranger.connection)
                 except OSError as error:
                     stranger.connection.close()
                     raise TransportError(f"shm: the slots could not be handed to the teacher: {error}") from error
@@ -165,7 +167,8 @@ def connect(
         raise DeadlineExceeded(f"shm: the student did not hand over its slots within {timeout_s} s") from error
     except OSError as error:
         connection.close()
-        raise TransportError(f"shm: can't get the slots over {path}: {error}") from error
+        hint = ": raise `ulimit -n`" if error.errno in (errno.EMFILE, errno.ENFILE) else ""
+        raise TransportError(f"shm: can't get the slots over {path}: {error}{hint}") from error
     except BaseException:
         connection.close()
         raise

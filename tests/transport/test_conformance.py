@@ -355,6 +355,24 @@ def test_t9_a_payload_that_was_given_up_is_not_reported(
     assert receiver.disarm(FillId(9, 9, 1)) is Fence.FENCED  # never heard of
 
 
+@pytest.mark.parametrize("asked_first", [True, False])
+def test_t9_a_fill_that_the_teacher_refused_is_fenced_at_once(
+    peer: Peer, make_receiver: MakeReceiver, backend: str, asked_first: bool
+) -> None:
+    arena, receiver = make_receiver(num_slots=1, slot_bytes=4096)
+    peer.connect_to(receiver, arena, backend)
+    refused, wanted = FillId(1, 1, 0), FillId(2, 1, 0)
+    receiver.arm(refused, num_bytes=100)
+    if asked_first:
+        receiver.disarm(refused)
+    assert receiver.disarm(refused, refused=True) is Fence.FENCED
+    assert receiver.disarm(refused) is Fence.FENCED
+    receiver.arm(wanted, num_bytes=100)
+    peer.start("put", wanted, 100)
+    assert receive(receiver, arena) == [sent(wanted, 100)]
+    assert receiver.poll_fenced() == []
+
+
 @pytest.mark.parametrize("put_bytes", [99, 101, 0])
 def test_t9_a_payload_of_another_size_than_armed_is_not_reported(
     peer: Peer, make_receiver: MakeReceiver, backend: str, put_bytes: int

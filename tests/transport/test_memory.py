@@ -128,17 +128,20 @@ def test_free_memory_is_enough_for_a_page() -> None:
 @contextmanager
 def few_descriptors(num_more: int) -> Iterator[None]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    highest = max(int(fd) for fd in os.listdir("/proc/self/fd"))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + num_more, hard))
+    used = {int(fd) for fd in os.listdir("/proc/self/fd")}
+    free = [fd for fd in range(len(used) + num_more + 1) if fd not in used]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free[num_more], hard))
     try:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_a_lack_of_descriptors_is_a_config_error_and_nothing_is_kept() -> None:
+@pytest.mark.parametrize("num_more", [0, 1, 6, 7])
+def test_a_lack_of_descriptors_is_a_config_error_and_nothing_is_kept(num_more: int) -> None:
+    SlotArena(1, 4096).close()  # the modules that this needs are open afterwards
     before_fds, before_mappings = len(os.listdir("/proc/self/fd")), num_mappings()
-    with few_descriptors(6), pytest.raises(ConfigError, match="ulimit -n"):
+    with few_descriptors(num_more), pytest.raises(ConfigError, match="ulimit -n"):
         SlotArena(1000, 4096)
     assert len(os.listdir("/proc/self/fd")) == before_fds
     assert num_mappings() == before_mappings

@@ -197,7 +197,10 @@ def test_slots_that_could_shrink_under_the_teacher_are_refused(runtime: Path) ->
     assert (len(os.listdir("/proc/self/fd")), num_mappings()) == before
 
 
-def test_a_teacher_without_descriptors_left_says_so_and_keeps_nothing(arena: SlotArena, runtime: Path) -> None:
+@pytest.mark.parametrize("num_more", [20, 21, 200, 201])
+def test_a_teacher_without_descriptors_left_says_so_and_keeps_nothing(
+    arena: SlotArena, runtime: Path, num_more: int
+) -> None:
     wide = SlotArena(200, 4096)
     receiver = shm.open_receiver(wide, bind_host="")
     description = receiver.describe()
@@ -215,7 +218,7 @@ def test_a_teacher_without_descriptors_left_says_so_and_keeps_nothing(arena: Slo
 
     thread = threading.Thread(target=serve)
     thread.start()
-    with few_descriptors(20), pytest.raises(TransportError, match="ulimit -n"):
+    with few_descriptors(num_more), pytest.raises(TransportError, match="ulimit -n"):
         shm.open_sender(description, num_slots=200, slot_bytes=4096, timeout_s=HANG_GUARD_S)
     receiver_thread_done.set()
     thread.join(HANG_GUARD_S)
