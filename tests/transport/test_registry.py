@@ -1,0 +1,77 @@
+"""Which backend a channel gets, and what is said when the wish can't be fulfilled."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from ring.core.errors import ConfigError
+from transport import registry, shm
+
+BOTH = {"student_backends": ("shm", "zmq"), "teacher_backends": ("shm", "zmq")}
+
+
+def test_auto_takes_the_best_that_both_can_do_and_says_why_not_the_better() -> None:
+    assert registry.choose("auto", **BOTH, same_host=True)[0] == "shm"
+    name, reason = registry.choose("auto", **BOTH, same_host=False)
+    assert name == "zmq"
+    assert "shm" in reason
+    assert "same host" in reason
+    name, reason = registry.choose("auto", student_backends=("zmq",), teacher_backends=("shm", "zmq"), same_host=True)
+    assert name == "zmq"
+    assert "student" in reason
+
+
+def test_auto_takes_local_only_where_both_sides_offer_it() -> None:
+    ways = {"student_backends": ("local", "shm"), "teacher_backends": ("local", "shm")}
+    assert registry.choose("auto", **ways, same_host=True)[0] == "local"
+    assert "local" not in registry.available()
+    assert registry.available(same_process=True)[0] == "local"
+
+
+def test_auto_without_a_common_backend_names_each_and_its_reason() -> None:
+    with pytest.raises(ConfigError, match=r"not shm \(.*, not zmq \("):
+        registry.choose("auto", student_backends=("shm",), teacher_backends=("zmq",), same_host=True)
+
+
+def test_a_requested_backend_is_taken_or_refused_never_replaced() -> None:
+    assert registry.choose("zmq", **BOTH, same_host=True) == ("zmq", "it was asked for")
+    with pytest.raises(ConfigError, match="'shm' was asked for, but the two sides are not on the same host"):
+        registry.choose("shm", **BOTH, same_host=False)
+    with pytest.raises(ConfigError, match="the teacher can't use it: it has zmq"):
+        registry.choose("shm", student_backends=("shm",), teacher_backends=("zmq",), same_host=True)
+
+
+@pytest.mark.parametrize("name", ["ucx", "", "SHM", "fault"])
+def test_an_unknown_backend_is_refused_with_what_is_allowed_and_installed(name: str) -> None:
+    for use in (registry.load, registry.unavailable, lambda name: registry.choose(name, **BOTH, same_host=True)):
+        with pytest.raises(ConfigError, match=r"allowed: auto, local, shm, zmq; installed: local, shm, zmq"):
+            use(name)
+
+
+def test_a_backend_that_can_not_run_here_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shm, "unavailable", lambda: "libthing is missing: pip install 'disaggkd[thing]'")
+    assert registry.available() == ("zmq",)
+    with pytest.raises(ConfigError, match=r"pip install 'disaggkd\[thing\]'"):
+        registry.load("shm")
+    with pytest.raises(ConfigError, match=r"pip install 'disaggkd\[thing\]'"):
+        registry.choose("shm", student_backends=registry.available(), teacher_backends=("shm",), same_host=True)
+
+
+@pytest.mark.parametrize("name", registry.names(same_process=True))
+def test_every_registered_backend_loads_and_goes_by_its_name(name: str) -> None:
+    assert registry.load(name).capabilities().name == name
+
+
+def host_id_of_a_child(*command: str) -> str:
+    code = "from transport.registry import host_id; print(host_id())"
+    done = subprocess.run([*command, sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def test_processes_of_one_user_on_one_host_have_the_same_host_id() -> None:
+    assert host_id_of_a_child() == registry.host_id()
+    assert str(os.getuid()) not in registry.host_id()[:1] or len(registry.host_id()) == 32
