@@ -199,14 +199,15 @@ class Pump:
 
     def _take_refusal(self, replica: Replica, error: ConfigError, now_s: float) -> None:
         """This replica and this run don't fit. It is tried again all the same: it may be restarted with what fits."""
-        if replica.refusal is None or str(replica.refusal) != str(error):
-            logger.warning("%s", error)
+        is_news = replica.refusal is None or str(replica.refusal) != str(error)
         replica.refusal = error
         self._end_session(replica, str(error), now_s, backoff_s=RECONNECT_MAX_S)
         refusals = [other.refusal for other in self.replicas.values() if other.refusal is not None]
         if not self._ever_up and len(refusals) == len(self.replicas):
             # A run that has begun waits for its teacher; one that never can begin says why at once.
             self._fail(refusals[0])
+        elif is_news:
+            logger.warning("%s", error)
 
     def _take_messages(self, replica: Replica, session: Session, now_s: float) -> bool:
         busy = False

@@ -287,9 +287,9 @@ class TeacherService:
         self._actions.extend(self._machine.request(student.name, request, now_s=now_s))
 
     def _drop(self, name: str, reason: str, now_s: float, *, say: bool = True) -> None:
-        student = self._students.remove(name)
-        if say:
+        if say:  # before the channel's end: it is the better reason
             self._port.send(name, Goodbye(reason=reason[:512]))
+        student = self._students.remove(name)
         if student is None:
             return
         logger.info("rank %d of run %s left: %s", student.hello.rank, student.hello.run, reason)

@@ -1,0 +1,201 @@
+"""R5, R6: replicas come, go, stop and forget; the run goes on with whoever serves, or ends and says why."""
+
+from __future__ import annotations
+
+import re
+import socket
+
+import pytest
+import torch
+
+from ring.core.errors import ConfigError, TeacherLost
+from ring.core.stats import RetryCause
+from teacher.forward import TeacherModel
+from tests.ring.rig import (
+    HANG_GUARD_S,
+    Teacher,
+    consume,
+    make_ring,
+    open_ring,
+    request_of,
+    states_of,
+    wait_until,
+)
+
+#: For tests in which nobody serves: short, since the end is what they wait for.
+SHORT_S = 0.4
+
+
+def free_endpoint() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+
+
+def test_a_ring_without_a_replica_is_refused(model: TeacherModel) -> None:
+    refused = pytest.raises(ConfigError, match="no replica; allowed: one or more --teacher endpoints")
+    with refused, make_ring(model):
+        pass
+
+
+def test_an_unreachable_teacher_is_named_when_the_time_is_over(model: TeacherModel) -> None:
+    nobody = free_endpoint()
+    with make_ring(model, nobody) as ring, pytest.raises(TeacherLost) as lost:
+        ring.wait_welcome(timeout_s=SHORT_S)
+    assert str(lost.value) == f"no teacher answered within {SHORT_S} s: {nobody}: no answer yet"
+    assert lost.value.exit_code == 3
+
+
+def test_a_run_whose_only_teacher_goes_is_lost_and_says_what_the_teacher_said(model: TeacherModel) -> None:
+    nobody = free_endpoint()
+    with Teacher(model) as first, open_ring(model, first, nobody, teacher_timeout_s=SHORT_S) as ring:
+        consume(ring, model, range(4))
+        first.close()
+        ring.submit(4, request_of(4))
+        with pytest.raises(TeacherLost) as lost:
+            ring.next_lease(timeout_s=HANG_GUARD_S)
+        message = str(lost.value)
+        assert re.search(rf"no replica has served this run for {SHORT_S} s \(1 wait from seq 4 on\)", message)
+        assert re.search(rf"{re.escape(first.endpoint)} is down, last error: .*goodbye: replica rig is", message)
+        assert re.search(rf"{re.escape(nobody)} is down, last error: no answer yet", message)
+        with pytest.raises(TeacherLost):  # and it stays lost
+            ring.submit(5, request_of(5))
+
+
+def test_a_run_goes_on_when_its_teacher_comes_back_at_the_same_port(model: TeacherModel) -> None:
+    first = Teacher(model)
+    with open_ring(model, first) as ring:
+        consume(ring, model, range(5))
+        for seq in range(5, 8):
+            ring.submit(seq, request_of(seq))
+        first.close()
+        with Teacher(model, listen=first.endpoint):
+            for seq in range(5, 8):
+                lease = ring.next_lease(timeout_s=HANG_GUARD_S)
+                assert lease.seq == seq
+                lease.release()
+            consume(ring, model, range(8, 12))
+            (replica,) = ring.stats().machine.replicas
+            assert (replica.num_joins, replica.state) == (2, "up")
+
+
+def test_replicas_join_and_leave_during_a_run(model: TeacherModel) -> None:
+    later = free_endpoint()
+    with Teacher(model) as first, open_ring(model, first, later) as ring:
+        consume(ring, model, range(6))
+        with Teacher(model, listen=later):
+            wait_until(lambda: all(r.state == "up" for r in ring.stats().machine.replicas), "the second replica")
+            first.drain()
+            consume(ring, model, range(6, 12))
+        stats = {replica.name: replica for replica in ring.stats().machine.replicas}
+        assert (stats[first.endpoint].fills, stats[later].fills) == (6, 6)
+
+
+def test_a_teacher_that_stops_loses_its_requests_to_the_other(model: TeacherModel) -> None:
+    with (
+        Teacher(model) as stopped,
+        Teacher(model) as other,
+        open_ring(model, stopped, other, request_timeout_s=0.3, ping_interval_s=0.1) as ring,
+    ):
+        consume(ring, model, range(8))
+        stopped.freeze()
+        consume(ring, model, range(8, 20))
+        stats = ring.stats().machine
+        assert stats.retries_by_cause[RetryCause.DEADLINE] >= 1
+        assert stats.drops == 0
+        stopped.thaw()
+        consume(ring, model, range(20, 24))
+
+
+def test_a_teacher_that_stops_alone_ends_the_run_in_time(model: TeacherModel) -> None:
+    with (
+        Teacher(model) as stopped,
+        open_ring(
+            model, stopped, request_timeout_s=0.2, peer_timeout_s=0.4, ping_interval_s=0.1, teacher_timeout_s=SHORT_S
+        ) as ring,
+    ):
+        consume(ring, model, range(2))
+        stopped.freeze()
+        ring.submit(2, request_of(2))
+        with pytest.raises(TeacherLost, match=r"seq 2 was not filled within 0\.2 s|not heard from"):
+            ring.next_lease(timeout_s=HANG_GUARD_S)
+
+
+@pytest.mark.parametrize("transport", ["shm", "zmq"])
+def test_a_late_answer_is_discarded_and_the_next_request_succeeds(model: TeacherModel, transport: str) -> None:
+    """Case 51."""
+    later = free_endpoint()
+    with (
+        Teacher(model) as slow,
+        open_ring(model, slow, later, transport=transport, request_timeout_s=1.0, peer_timeout_s=30.0) as ring,
+    ):
+        consume(ring, model, range(4))
+        slow.hold_passes()
+        for seq in range(4, 7):
+            ring.submit(seq, request_of(seq))
+        wait_until(lambda: slow.service.stats().queued == 3, "three requests to be queued")
+        slow.freeze()
+        with Teacher(model, listen=later):
+            for seq in range(4, 7):
+                lease = ring.next_lease(timeout_s=HANG_GUARD_S)
+                assert lease.seq == seq
+                assert torch.equal(lease.tensor(), states_of(model, request_of(seq)))
+                lease.release()
+            given_up = ring.stats().machine
+            assert given_up.retries == 3
+            if transport == "shm":  # the teacher writes without asking, so the slots must wait for its last word
+                assert given_up.num_quarantined == 3
+            # Its answers are computed before it reads that they are not wanted any more: they do arrive.
+            while slow.service.compute_turn():
+                pass
+            slow.allow_passes()
+            slow.thaw()
+            consume(ring, model, range(7, 20))
+            wait_until(lambda: ring.stats().machine.num_free == 5, "the slots of the late answers")
+        stats = ring.stats().machine
+        assert stats.fills == stats.released == 20
+
+
+def test_a_draining_teacher_finishes_what_it_holds_and_takes_nothing_new(model: TeacherModel) -> None:
+    with Teacher(model) as leaving, open_ring(model, leaving, depth=3, teacher_timeout_s=SHORT_S) as ring:
+        leaving.hold_passes()
+        for seq in range(3):
+            ring.submit(seq, request_of(seq))
+        wait_until(lambda: leaving.service.stats().queued == 3, "three requests to be queued")
+        leaving.service.drain()
+        leaving.allow_passes()
+        for seq in range(3):
+            lease = ring.next_lease(timeout_s=HANG_GUARD_S)
+            assert lease.seq == seq
+            lease.release()
+        ring.submit(3, request_of(3))
+        with pytest.raises(TeacherLost, match=r"refused seq 3 \(draining\): this replica is going away"):
+            ring.next_lease(timeout_s=HANG_GUARD_S)
+        wait_until(lambda: leaving.service.drained, "the drain")
+
+
+def test_a_teacher_that_forgets_a_silent_student_is_asked_again(model: TeacherModel) -> None:
+    # The ring's pings come too rarely for this teacher's patience.
+    with Teacher(model, student_timeout_s=0.2) as forgetful, open_ring(model, forgetful, ping_interval_s=5.0) as ring:
+        consume(ring, model, range(3))
+        wait_until(lambda: ring.stats().machine.replicas[0].num_joins >= 2, "the student to be forgotten and come back")
+        # It says so on one channel and closes the other: whichever is heard first.
+        last_error = ring.stats().machine.replicas[0].last_error
+        assert last_error in ("it said goodbye: not heard from for 0.2 s", "the teacher closed its end")
+        consume(ring, model, range(3, 8))
+
+
+def test_all_replicas_of_a_run_serve_the_same_model(
+    model: TeacherModel, other_model: TeacherModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Teacher(model) as right, Teacher(other_model) as wrong, make_ring(model, right, wrong) as ring:
+        first = ring.wait_welcome(timeout_s=HANG_GUARD_S)
+        asked, odd = (model, wrong) if first.fingerprint == model.fingerprint else (other_model, right)
+        ring.open(max_rows=64, wire_dtype=model.dtype)
+        consume(ring, asked, range(12))
+        wait_until(lambda: "all replicas must serve the same" in caplog.text, "the odd one to be named")
+        stats = {replica.name: replica for replica in ring.stats().machine.replicas}
+        assert stats[odd.endpoint].fills == 0
+    for fingerprint in (model.fingerprint, other_model.fingerprint):
+        assert fingerprint in caplog.text
+    assert caplog.text.count("all replicas must serve the same") == 1, "said once, not with every attempt"
