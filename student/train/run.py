@@ -35,6 +35,9 @@ from student.train.teachers import Teachers, connected
 
 logger = logging.getLogger(__name__)
 
+#: Full windows of any vocabulary up to 200k columns fit.
+DETERMINISTIC_WORKSPACE_BYTES = 256 * 2**20
+
 
 def train(config: TrainConfig) -> None:
     """Raises ConfigError, TeacherLost, Interrupted, Diverged, CheckpointError; see docs/operations.md."""
@@ -228,7 +231,7 @@ def _module(config: TrainConfig, student: LoadedStudent, teachers: Teachers | No
             teacher_weight=config.jsd_teacher_weight,
             skew_alpha=config.skew_alpha,
             precision=config.loss_precision,
-            workspace_bytes=config.workspace_bytes,
+            workspace_bytes=_workspace_bytes(config),
         )
     except ValueError as error:
         raise ConfigError(str(error)) from error
@@ -251,6 +254,13 @@ def _module(config: TrainConfig, student: LoadedStudent, teachers: Teachers | No
         packed=config.packing,
         gradient_checkpointing=config.gradient_checkpointing,
     )
+
+
+def _workspace_bytes(config: TrainConfig) -> int | None:
+    """The loss's window, and so the order of its sums, follows from this; by itself it follows from free memory."""
+    if config.workspace_bytes is None and config.deterministic:
+        return DETERMINISTIC_WORKSPACE_BYTES
+    return config.workspace_bytes
 
 
 def _pad_id(student: LoadedStudent) -> int:
