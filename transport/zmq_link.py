@@ -233,8 +233,8 @@ def connect(link: Link, endpoint: str, token: bytes, greeting: bytes, *, timeout
 def tune_malloc() -> None:
     """Keep the memory of received chunks in this process instead of handing it back to the kernel after each.
 
-    Without it glibc maps fresh pages for every chunk, which costs a quarter of the throughput. Allocations of more than
-    four chunks keep their own mappings, and at most 64 MiB of free memory are held back."""
+    Without it glibc maps fresh pages for every chunk, which costs up to a quarter of the throughput. Allocations of
+    four chunks or more keep their own mappings, and at most 64 MiB of free memory are held back."""
     with contextlib.suppress(AttributeError):  # another C library, with another allocator
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(_M_MMAP_THRESHOLD, 4 * CHUNK_BYTES)

@@ -15,7 +15,7 @@ import secrets
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import zmq
@@ -43,7 +43,8 @@ from transport.zmq_link import (
 )
 
 _MAX_CHUNKS_A_POLL = 64  # some 25 ms: then the owner's other work has its turn
-_RELEASE_TIMEOUT_S = 10.0
+#: What it is, and the payload of a chunk.
+_Message = tuple[bytes, memoryview | None]
 
 
 def capabilities() -> Capabilities:
@@ -183,12 +184,13 @@ class ZmqReceiver(Receiver):
         """Take in messages until a fill is whole; False: there may be more of them now."""
         for _ in range(_MAX_CHUNKS_A_POLL):
             try:
-                frame = self._link.socket.recv(zmq.NOBLOCK, copy=False)
+                if self._peer is None:
+                    self._greet(self._link.socket.recv(zmq.NOBLOCK, copy=False))
+                else:
+                    self._take(self._link.socket.recv(zmq.NOBLOCK))
             except zmq.Again:
                 return True
-            self._take(frame)
-            if self._link.socket.getsockopt(zmq.RCVMORE):
-                self._drain_message()
+            self._drain_message()
             if self._lost is not None:
                 return True
             if self._incoming is not None and self._incoming.received_bytes == self._incoming.num_bytes:
@@ -196,22 +198,22 @@ class ZmqReceiver(Receiver):
                 return False
         return False
 
-    def _take(self, frame: zmq.Frame) -> None:
-        message = frame.bytes
-        header_bytes = len(message) - ANNOUNCE.size
-        if self._peer is None and len(message) == GREETING.size and message.startswith(MAGIC):
-            self._greet(frame)
-        elif self._peer is not None and message[:1] == KIND_ANNOUNCE and 0 <= header_bytes <= MAX_HEADER_BYTES:
-            self._begin(message)
-        elif self._incoming is not None and message[:1] == KIND_CHUNK and len(message) == CHUNK.size:
-            self._take_chunk(message)
-        else:
-            self._break("it sent a message of no known kind, or none of greeting first")
-
     def _greet(self, frame: zmq.Frame) -> None:
+        message = frame.bytes
+        if len(message) != GREETING.size or not message.startswith(MAGIC):
+            self._break("its first message is no greeting")
+            return
         # libzmq names the connection that a message came through and the one that ended by the same number.
         self._peer = int(frame.get("__fd"))
         self._acks.append(GREETING.pack(MAGIC, self._arena.num_slots, self._arena.slot_bytes))
+
+    def _take(self, message: bytes) -> None:
+        if message[:1] == KIND_CHUNK and len(message) == CHUNK.size:
+            self._take_chunk(message)
+        elif message[:1] == KIND_ANNOUNCE and 0 <= len(message) - ANNOUNCE.size <= MAX_HEADER_BYTES:
+            self._begin(message)
+        else:
+            self._break("it sent a message of no known kind")
 
     def _begin(self, message: bytes) -> None:
         _, ticket, seq, attempt, slot, num_bytes = ANNOUNCE.unpack_from(message)
@@ -274,17 +276,8 @@ class ZmqReceiver(Receiver):
         return self._peer is not None and self._peer not in self._connections
 
 
-@dataclass
-class _Outgoing:
-    """A put that was not acknowledged. `trackers`: one for each chunk whose memory was lent to zmq."""
-
-    ticket: Ticket
-    frames: Iterator[tuple[bytes, memoryview | None]]
-    trackers: list[zmq.MessageTracker] = field(default_factory=list)
-
-
 class ZmqSender(Sender):
-    """See Sender. After close() returned, zmq reads no source any more."""
+    """See Sender. Once close() returned, the link's context is gone, and with it whatever could still read a source."""
 
     def __init__(self, link: Link, *, num_slots: int, slot_bytes: int) -> None:
         self._lock = threading.RLock()
@@ -292,9 +285,9 @@ class ZmqSender(Sender):
         self._num_slots = num_slots
         self._slot_bytes = slot_bytes
         self._num_puts = 0
-        self._outbox: deque[_Outgoing] = deque()  # not handed to zmq as a whole
-        self._next_frames: tuple[bytes, memoryview | None] | None = None  # of the first of them
-        self._unacknowledged: dict[int, _Outgoing] = {}
+        self._outbox: deque[Iterator[_Message]] = deque()  # of puts that were not handed to zmq as a whole
+        self._next_message: _Message | None = None  # of the first of them
+        self._unacknowledged: set[int] = set()
         self._lost: str | None = None
         self._closed = False
 
@@ -308,9 +301,8 @@ class ZmqSender(Sender):
                 raise PeerLost(self._lost)
             self._num_puts += 1
             ticket = Ticket(self._num_puts)
-            outgoing = _Outgoing(ticket, _frames(ticket, fill, header, sources))
-            self._unacknowledged[ticket.number] = outgoing
-            self._outbox.append(outgoing)
+            self._unacknowledged.add(ticket.number)
+            self._outbox.append(_messages(ticket, fill, header, sources))
             self._flush()
             self._link.settle(wants_room=bool(self._outbox))
             return ticket
@@ -344,12 +336,9 @@ class ZmqSender(Sender):
             if self._closed:
                 return
             self._closed = True
-            self._outbox.clear()
-            self._next_frames = None
             self._link.close()
-            for outgoing in self._unacknowledged.values():
-                for tracker in outgoing.trackers:
-                    tracker.wait(_RELEASE_TIMEOUT_S)
+            self._outbox.clear()  # these hold the sources
+            self._next_message = None
             self._unacknowledged.clear()
 
     def _check_open(self, what: str) -> None:
@@ -359,25 +348,24 @@ class ZmqSender(Sender):
     def _flush(self) -> None:
         """Hand chunks to zmq while it has room."""
         for _ in range(_MAX_CHUNKS_A_POLL):
-            if self._next_frames is None:
+            if self._next_message is None:
                 if not self._outbox:
                     return
-                self._next_frames = next(self._outbox[0].frames, None)
-                if self._next_frames is None:
+                self._next_message = next(self._outbox[0], None)
+                if self._next_message is None:
                     self._outbox.popleft()
                     continue
-            meta, payload = self._next_frames
+            meta, payload = self._next_message
             try:
                 if payload is None:
                     self._link.socket.send(meta, zmq.NOBLOCK)
                 else:
                     self._link.socket.send(meta, zmq.NOBLOCK | zmq.SNDMORE)
                     # If this is refused the connection has just ended, which the next poll() will find.
-                    tracker = self._link.socket.send(payload, zmq.NOBLOCK, copy=False, track=True)
-                    self._outbox[0].trackers.append(tracker)
+                    self._link.socket.send(payload, zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
-            self._next_frames = None
+            self._next_message = None
 
     def _take_acks(self) -> list[Ticket]:
         tickets: list[Ticket] = []
@@ -387,17 +375,15 @@ class ZmqSender(Sender):
             except zmq.Again:
                 return tickets
             number = ACK.unpack(message)[0] if len(message) == ACK.size else 0
-            outgoing = self._unacknowledged.pop(number, None)
-            if outgoing is None:
+            if number not in self._unacknowledged:
                 self._lost = "the student broke the protocol: it acknowledged what was not sent"
                 return tickets
-            tickets.append(outgoing.ticket)
+            self._unacknowledged.discard(number)
+            tickets.append(Ticket(number))
 
 
-def _frames(
-    ticket: Ticket, fill: FillId, header: bytes, sources: Sequence[torch.Tensor]
-) -> Iterator[tuple[bytes, memoryview | None]]:
-    """(what it is, payload) of each message of a put."""
+def _messages(ticket: Ticket, fill: FillId, header: bytes, sources: Sequence[torch.Tensor]) -> Iterator[_Message]:
+    """All messages of a put."""
     yield ANNOUNCE.pack(KIND_ANNOUNCE, ticket.number, *fill, total_bytes(sources)) + header, None
     index = 0
     for source in map(as_bytes, sources):

@@ -27,7 +27,7 @@ from ring.core.errors import DisaggKDError, PeerLost
 from ring.core.messages import Description, FillId
 from transport import registry
 from transport.contract import Arrival, Endpoint, Receiver, Sender, Ticket
-from transport.memory import SlotArena, as_bytes
+from transport.memory import POISON_BYTE, SlotArena, as_bytes
 
 T = TypeVar("T")
 
@@ -53,6 +53,19 @@ def payload_digest(seq: int, num_bytes: int) -> str:
 
 def digest(data: memoryview | torch.Tensor) -> str:
     return hashlib.blake2b(data if isinstance(data, memoryview) else as_bytes(data), digest_size=16).hexdigest()
+
+
+def receive(receiver: Receiver, arena: SlotArena) -> list[tuple[FillId, bytes, str]]:
+    arrivals = receiver.wait(timeout_s=HANG_GUARD_S)
+    return [(a.fill, a.header, digest(arena.buffer(a.fill.slot)[: a.num_bytes])) for a in arrivals]
+
+
+def sent(fill: FillId, num_bytes: int) -> tuple[FillId, bytes, str]:
+    return fill, header_of(fill), digest(payload(fill.seq, num_bytes))
+
+
+def is_poisoned(arena: SlotArena, slot: int, *, after_bytes: int = 0) -> bool:
+    return bool((arena.view(slot, torch.uint8, (arena.slot_bytes,))[after_bytes:] == POISON_BYTE).all())
 
 
 def header_of(fill: FillId) -> bytes:
