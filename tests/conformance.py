@@ -1,4 +1,4 @@
-"""`python -m tests.conformance [BACKEND ...]`: the suite of the transport contract, for these or all registered backends.
+"""`python -m tests.conformance [BACKEND ...]`: the transport contract's suite, for these backends or for all of them.
 
 A new backend must pass it. What one can't do is listed in tests/transport/gaps.py; any other skip fails.
 """
