@@ -13,27 +13,21 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 
-import crc32c
-import torch
-
-from planner.input_hash import input_hash
 from ring.control import ControlPort
 from ring.core import codec
 from ring.core.config import TeacherConfig
 from ring.core.errors import RemoteProtocolError, TransportError
 from ring.core.messages import (
     Cancel,
-    FillHeader,
     FillId,
     Goodbye,
     HeadRequest,
     Hello,
     Message,
     Offer,
-    Payload,
     Ping,
     Pong,
     Ready,
@@ -54,18 +48,17 @@ from ring.core.teacher import (
     Work,
     WorkKind,
 )
+from teacher.answers import Parts, fill_header
 from teacher.forward import TeacherModel
 from teacher.students import ServiceConfig, Student, Students
-from transport.memory import as_bytes
 
 __all__ = ["ServiceConfig", "TeacherService"]
 
 logger = logging.getLogger(__name__)
 
-#: States of so many full forward passes may wait to be sent; the next pass waits for them (back-pressure, not memory).
+#: States of so many full forward passes may wait for one student to read them; the next pass is for others then
+#: (back-pressure, not memory). A student that has stopped so holds up nobody.
 MAX_UNSENT_PASSES = 2
-#: The states of one request, piece by piece; no piece is copied before it is sent.
-Parts = Sequence[torch.Tensor]
 
 
 class TeacherService:
@@ -146,10 +139,13 @@ class TeacherService:
     def compute_turn(self) -> bool:
         """Run one forward pass over what is asked, if anything is; returns whether there was work."""
         with self._lock:
-            if self._closed or self._unsent_bytes() >= self._max_unsent_bytes:
+            if self._closed:
                 return False
-            max_requests = 1 if self._config.deterministic else None
-            batch = self._machine.next_batch(now_s=time.monotonic(), max_requests=max_requests)
+            batch = self._machine.next_batch(
+                now_s=time.monotonic(),
+                max_requests=1 if self._config.deterministic else None,
+                avoid={s.name for s in self._students if self._unsent_bytes(s) >= self._max_unsent_bytes},
+            )
             self._actions.extend(batch.actions)
             if batch.actions:
                 self._wake()
@@ -327,33 +323,21 @@ class TeacherService:
         student = self._students.get(put.student)
         if student is None or student.sender is None or student.offer is None:
             return
-        crc = None
-        if student.offer.crc:
-            crc = 0
-            for part in parts:
-                crc = crc32c.crc32c(as_bytes(part), crc)
-        num_bytes = sum(part.numel() * part.element_size() for part in parts)
-        payload = request.payload
-        header = FillHeader(
+        header = fill_header(
+            put,
+            parts,
+            self._model,
             student_epoch=student.hello.epoch,
             teacher_epoch=self._config.epoch,
-            fingerprint=self._model.fingerprint,
-            fill=request.fill,
-            num_rows=payload.num_rows if isinstance(payload, TokenRequest) else 0,
-            dtype=student.offer.wire_dtype if isinstance(payload, TokenRequest) else self._head.dtype,
-            num_bytes=num_bytes,
-            input_hash=_computed_hash(payload),
-            crc=crc,
-            forward_s=put.forward_s,
-            queue_s=put.queue_s,
-            idle_s=put.idle_s,
+            wire_dtype=student.offer.wire_dtype,
+            with_crc=student.offer.crc,
         )
         try:
             ticket = student.sender.put(request.fill, header=codec.encode_header(header), parts=parts)
         except TransportError as error:
             self._drop(put.student, str(error), now_s)
             return
-        student.tickets[ticket] = (request.fill, num_bytes)
+        student.tickets[ticket] = (request.fill, header.num_bytes)
 
     def _collect_sent(self, student: Student, now_s: float) -> bool:
         if student.sender is None:
@@ -369,10 +353,12 @@ class TeacherService:
             self._drop(student.name, str(error), now_s)
         return busy
 
-    def _unsent_bytes(self) -> int:
-        """Bytes of states that wait for their turn to be sent, or are being sent."""
-        waiting = sum(part.nbytes for parts in self._answers.values() for part in parts)
-        return waiting + sum(size for s in self._students for _, size in s.tickets.values())
+    def _unsent_bytes(self, student: Student) -> int:
+        """Bytes of states for this student that wait for their turn to be sent, or are being sent."""
+        waiting = (parts for (name, _), parts in self._answers.items() if name == student.name)
+        return sum(part.nbytes for parts in waiting for part in parts) + sum(
+            num_bytes for _, num_bytes in student.tickets.values()
+        )
 
     def _forget_unwanted(self) -> None:
         """Drop answers that nobody waits for: the student left, or it cancelled during the pass."""
@@ -394,10 +380,3 @@ class TeacherService:
     def _wake(self) -> None:
         if not self._closed:
             os.eventfd_write(self._wake_fd, 1)
-
-
-def _computed_hash(payload: Payload) -> bytes:
-    """The hash over what was computed from, not a copy of what the student claims it to be (R3)."""
-    if isinstance(payload, TokenRequest):
-        return input_hash(payload.token_ids, payload.doc_lengths, payload.row_ranges)
-    return payload.input_hash

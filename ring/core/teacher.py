@@ -8,7 +8,7 @@ one whose fill is on its way though the student may have it already.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from ring.core.config import TeacherConfig
 from ring.core.deadlines import Deadlines
@@ -148,10 +148,13 @@ class TeacherMachine:
 
     # ---- computing -----------------------------------------------------------------------------------------------
 
-    def next_batch(self, *, now_s: float, max_requests: int | None = None) -> Batch:
+    def next_batch(
+        self, *, now_s: float, max_requests: int | None = None, avoid: Collection[str] = frozenset()
+    ) -> Batch:
         """Take what to compute next, of one kind, up to `max_batch_tokens`, at least one request if any waits.
 
-        The student that was served the fewest tokens comes first; what is expired is refused.
+        The student that was served the fewest tokens comes first; what is expired is refused. avoid: students that get
+        nothing now and keep their turn, because they don't read what they have.
         Raises LocalProtocolError: max_requests below 1; nothing changed."""
         now_s = self._time(now_s)
         if max_requests is not None and max_requests < 1:
@@ -169,7 +172,7 @@ class TeacherMachine:
                 actions.append(self._expire(asker, job))
                 continue
             fits = tokens + job.cost_tokens <= self._config.max_batch_tokens
-            if jobs and not (fits and job.work.kind is jobs[0].work.kind):
+            if asker.name in avoid or (jobs and not (fits and job.work.kind is jobs[0].work.kind)):
                 self._queue.pass_over(asker)
                 continue
             self._queue.take(asker, job)

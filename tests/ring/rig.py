@@ -59,6 +59,7 @@ class Teacher:
         self.service = TeacherService(model, port, ServiceConfig(**(settings | config)))
         self._frozen = threading.Event()
         self._threads: list[threading.Thread] = []
+        self._computing = threading.Lock()
         self._passes_allowed = threading.Semaphore(0)
         self._computes_freely = True
         self.failures: list[BaseException] = []
@@ -90,7 +91,8 @@ class Teacher:
 
     def hold_passes(self) -> None:
         """Compute no forward pass until `allow_passes`."""
-        self._computes_freely = False
+        with self._computing:
+            self._computes_freely = False
 
     def allow_passes(self, count: int | None = None) -> None:
         """So many more; None: as many as there are."""
@@ -120,12 +122,18 @@ class Teacher:
 
     def _compute(self, service: TeacherService, frozen: threading.Event) -> None:
         while not frozen.is_set():
-            if not self._computes_freely and not self._passes_allowed.acquire(timeout=0.02):
-                continue
-            if not service.compute_turn():
-                if not self._computes_freely:
-                    self._passes_allowed.release()  # not used: there was nothing to compute
+            with self._computing:
+                computed = (self._computes_freely or self._passes_allowed.acquire(blocking=False)) and (
+                    service.compute_turn() or self._give_pass_back()
+                )
+            if not computed:
                 service.wait_for_work(timeout_s=0.02)
+
+    def _give_pass_back(self) -> bool:
+        """There was nothing to compute."""
+        if not self._computes_freely:
+            self._passes_allowed.release()
+        return False
 
 
 @contextlib.contextmanager
@@ -225,6 +233,11 @@ def consume(ring: Ring, model: TeacherModel, seqs: range, *, hold: int = 1) -> N
             held.pop(0).release()
     for lease in held:
         lease.release()
+
+
+def all_up(ring: Ring) -> None:
+    """Until every replica of the ring may be asked."""
+    wait_until(lambda: all(r.state == "up" for r in ring.stats().machine.replicas), "the replicas to be up")
 
 
 def wait_until(holds: Callable[[], bool], what: str) -> None:

@@ -19,6 +19,7 @@ from tests.ring.rig import (
     BACKENDS,
     HANG_GUARD_S,
     Teacher,
+    all_up,
     consume,
     make_ring,
     open_ring,
@@ -168,6 +169,7 @@ def test_slots_are_all_that_a_ring_allocates_and_it_says_how_much(model: Teacher
 
 def test_nothing_queues_beyond_what_the_ring_takes(model: TeacherModel) -> None:
     with Teacher(model) as asked, open_ring(model, asked, depth=2) as ring:
+        all_up(ring)
         asked.freeze()
         submitted = 0
         while ring.can_submit:
@@ -200,6 +202,7 @@ def test_a_microbatch_larger_than_a_slot_or_than_the_teacher_takes_is_refused(mo
 
 def test_stats_are_a_frozen_snapshot_that_adds_up(model: TeacherModel) -> None:
     with Teacher(model) as asked, open_ring(model, asked, depth=3, num_spares=2) as ring:
+        all_up(ring)
         asked.hold_passes()
         for seq in range(3):
             ring.submit(seq, request_of(seq))

@@ -1,4 +1,4 @@
-"""The head comes through the ring itself: whole, to the bit, with its bias, and only if its hash is the announced one."""
+"""The head comes through the ring itself: whole, to the bit, with its bias, and only if its hash is right."""
 
 from __future__ import annotations
 

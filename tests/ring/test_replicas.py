@@ -14,6 +14,7 @@ from teacher.forward import TeacherModel
 from tests.ring.rig import (
     HANG_GUARD_S,
     Teacher,
+    all_up,
     consume,
     make_ring,
     open_ring,
@@ -84,7 +85,7 @@ def test_replicas_join_and_leave_during_a_run(model: TeacherModel) -> None:
     with Teacher(model) as first, open_ring(model, first, later) as ring:
         consume(ring, model, range(6))
         with Teacher(model, listen=later):
-            wait_until(lambda: all(r.state == "up" for r in ring.stats().machine.replicas), "the second replica")
+            all_up(ring)
             first.drain()
             consume(ring, model, range(6, 12))
         stats = {replica.name: replica for replica in ring.stats().machine.replicas}
@@ -97,12 +98,11 @@ def test_a_teacher_that_stops_loses_its_requests_to_the_other(model: TeacherMode
         Teacher(model) as other,
         open_ring(model, stopped, other, request_timeout_s=0.3, ping_interval_s=0.1) as ring,
     ):
-        consume(ring, model, range(8))
+        all_up(ring)
         stopped.freeze()
-        consume(ring, model, range(8, 20))
-        stats = ring.stats().machine
-        assert stats.retries_by_cause[RetryCause.DEADLINE] >= 1
-        assert stats.drops == 0
+        # Nothing is known of either replica's speed: the first two requests go to one each.
+        consume(ring, model, range(20))
+        assert ring.stats().machine.retries_by_cause[RetryCause.DEADLINE] >= 1
         stopped.thaw()
         consume(ring, model, range(20, 24))
 
