@@ -15,11 +15,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 import crc32c
 
-from ring.control import ControlLink
+from ring.connection import RECONNECT_MAX_S, RECONNECT_MIN_S, ChannelOptions, LinkOpener, Replica
 from ring.core import codec
 from ring.core.actions import (
     Action,
@@ -50,39 +49,12 @@ from ring.session import Phase, Session
 from transport.contract import Arrival, Fence, Receiver
 from transport.memory import SlotArena
 
+__all__ = ["ChannelOptions", "LinkOpener", "Pump", "Replica"]
+
 logger = logging.getLogger(__name__)
 
-#: A replica that was lost is tried again after this, doubled up to the maximum while it stays away.
-RECONNECT_MIN_S = 0.25
-RECONNECT_MAX_S = 5.0
 #: While a released slot waits for its device event, the pump looks this often.
 EVENT_POLL_S = 0.001
-
-LinkOpener = Callable[[], ControlLink]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChannelOptions:
-    """How data channels are opened. crc: None = where the backend advises it. bind_host: for listening backends;
-    None = the address from which this machine reaches the replica."""
-
-    transport: str = "auto"
-    crc: bool | None = None
-    bind_host: str | None = None
-
-
-@dataclass(kw_only=True)
-class Replica:
-    """What the pump knows of one replica, between and during sessions."""
-
-    name: str
-    open_link: LinkOpener
-    session: Session | None = None
-    up: bool = False
-    retry_at_s: float = 0.0
-    backoff_s: float = RECONNECT_MIN_S
-    last_error: str = "no answer yet"
-    refusal: ConfigError | None = None
 
 
 class Pump:

@@ -82,7 +82,7 @@ class Session:
     def offer(
         self, arena: SlotArena, *, transport: str, wire_dtype: WireDtype, crc: bool | None, bind_host: str | None
     ) -> str:
-        """Open the data channel and offer the slots; returns why this backend was chosen.
+        """Open the data channel and offer the slots; returns why this backend was chosen, and what it holds (R2).
 
         crc: None = as the backend advises. bind_host: None = as this machine reaches the replica.
         Raises ConfigError: no backend that both sides can do."""
@@ -95,7 +95,8 @@ class Session:
             same_host=same_host,
         )
         backend: Backend = load(self.backend)
-        self.crc = backend.capabilities().crc_by_default if crc is None else crc
+        capabilities = backend.capabilities()
+        self.crc = capabilities.crc_by_default if crc is None else crc
         self._receiver = backend.open_receiver(arena, bind_host=bind_host or self.link.local_host())
         self.link.send(
             Offer(
@@ -108,7 +109,7 @@ class Session:
             )
         )
         self.phase = Phase.OFFERED
-        return reason
+        return f"{reason}; at most {capabilities.bounce_bytes_per_peer / 2**20:g} MiB in buffers besides the slots"
 
     def arm(self, fill: FillId, *, num_bytes: int) -> None:
         self._open_receiver().arm(fill, num_bytes=num_bytes)

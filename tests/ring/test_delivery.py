@@ -167,6 +167,17 @@ def test_slots_are_all_that_a_ring_allocates_and_it_says_how_much(model: Teacher
     assert memfds() == before
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_a_transport_holds_besides_the_slots_is_said_at_start(
+    model: TeacherModel, backend: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="ring")
+    with Teacher(model, backend=backend) as asked, open_ring(model, asked, transport=backend) as ring:
+        consume(ring, model, range(2))
+    held_bytes = registry.load(backend).capabilities().bounce_bytes_per_peer
+    assert f"transport {backend} (it was asked for; at most {held_bytes / 2**20:g} MiB in buffers" in caplog.text
+
+
 def test_nothing_queues_beyond_what_the_ring_takes(model: TeacherModel) -> None:
     with Teacher(model) as asked, open_ring(model, asked, depth=2) as ring:
         all_up(ring)

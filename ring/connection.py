@@ -1,0 +1,40 @@
+"""What the pump knows of one replica, between and during its sessions, and how channels to replicas are opened."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ring.control import ControlLink
+from ring.core.errors import ConfigError
+from ring.session import Session
+
+#: A replica that was lost is tried again after this, doubled up to the maximum while it stays away.
+RECONNECT_MIN_S = 0.25
+RECONNECT_MAX_S = 5.0
+
+LinkOpener = Callable[[], ControlLink]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChannelOptions:
+    """How data channels are opened. crc: None = where the backend advises it. bind_host: for listening backends;
+    None = the address from which this machine reaches the replica."""
+
+    transport: str = "auto"
+    crc: bool | None = None
+    bind_host: str | None = None
+
+
+@dataclass(kw_only=True)
+class Replica:
+    """What the pump knows of one replica, between and during sessions."""
+
+    name: str
+    open_link: LinkOpener
+    session: Session | None = None
+    up: bool = False
+    retry_at_s: float = 0.0
+    backoff_s: float = RECONNECT_MIN_S
+    last_error: str = "no answer yet"
+    refusal: ConfigError | None = None
