@@ -14,7 +14,6 @@ What the settings are for, each seen to matter:
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import hmac
@@ -230,12 +229,16 @@ def connect(link: Link, endpoint: str, token: bytes, greeting: bytes, *, timeout
 
 
 @functools.cache
-def tune_malloc() -> None:
+def tune_malloc() -> bool:
     """Keep the memory of received chunks in this process instead of handing it back to the kernel after each.
 
     Without it glibc maps fresh pages for every chunk, which costs up to a quarter of the throughput. Allocations of
-    four chunks or more keep their own mappings, and at most 64 MiB of free memory are held back."""
-    with contextlib.suppress(AttributeError):  # another C library, with another allocator
+    four chunks or more keep their own mappings, and at most 64 MiB of free memory are held back.
+    Returns False where the C library has no such settings."""
+    try:
         mallopt = ctypes.CDLL(None).mallopt
-        mallopt(_M_MMAP_THRESHOLD, 4 * CHUNK_BYTES)
-        mallopt(_M_TRIM_THRESHOLD, 64 * CHUNK_BYTES)
+    except AttributeError:
+        return False
+    # Both are tried: each helps without the other.
+    results = [mallopt(_M_MMAP_THRESHOLD, 4 * CHUNK_BYTES), mallopt(_M_TRIM_THRESHOLD, 64 * CHUNK_BYTES)]
+    return all(result == 1 for result in results)

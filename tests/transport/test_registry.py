@@ -66,12 +66,20 @@ def test_every_registered_backend_loads_and_goes_by_its_name(name: str) -> None:
     assert registry.load(name).capabilities().name == name
 
 
-def host_id_of_a_child(*command: str) -> str:
-    code = "from transport.registry import host_id; print(host_id())"
-    done = subprocess.run([*command, sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return done.stdout.strip()
-
-
 def test_processes_of_one_user_on_one_host_have_the_same_host_id() -> None:
-    assert host_id_of_a_child() == registry.host_id()
-    assert str(os.getuid()) not in registry.host_id()[:1] or len(registry.host_id()) == 32
+    code = "from transport.registry import host_id; print(host_id())"
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert child.stdout.strip() == registry.host_id()
+
+
+@pytest.mark.parametrize("kind", ["mnt", "pid", "user"])
+def test_another_namespace_is_another_host(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    here, readlink = registry.host_id(), os.readlink
+    monkeypatch.setattr(os, "readlink", lambda path: readlink(path) + "0" * str(path).endswith(kind))
+    assert registry.host_id() != here
+
+
+def test_another_user_is_another_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = registry.host_id()
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    assert registry.host_id() != here

@@ -29,6 +29,7 @@ from transport.zmq_link import (
     MAGIC,
     Link,
     connect,
+    tune_malloc,
 )
 
 NUM_SLOTS, SLOT_BYTES = 2, 3 * CHUNK_BYTES
@@ -283,3 +284,7 @@ def test_no_timer_of_zmq_can_cut_or_mend_a_link_and_its_queues_are_bounded(recei
         assert link.socket.getsockopt(zmq.LINGER) == 0
         assert 0 < link.socket.getsockopt(zmq.MAXMSGSIZE) < 2 * CHUNK_BYTES
     sender.close()
+
+
+def test_the_allocator_takes_the_settings_for_chunks() -> None:
+    assert tune_malloc()
