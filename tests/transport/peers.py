@@ -16,6 +16,7 @@ import select
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -35,7 +36,7 @@ T = TypeVar("T")
 HANG_GUARD_S = 60.0
 
 _processes = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload([__name__, "transport.local", "transport.shm", "transport.zmq_tcp"])
+_processes.set_forkserver_preload([__name__, "transport.local", "transport.shm", "transport.ucx", "transport.zmq_tcp"])
 
 
 def payload(seq: int, num_bytes: int) -> torch.Tensor:
@@ -132,6 +133,16 @@ class Side:
         self._sender: Sender | None = None
         self._sources: dict[int, torch.Tensor] = {}
         self._tickets: dict[int, Ticket] = {}
+        self._done: set[Ticket] = set()
+
+    def rest(self) -> None:
+        """Until the test asks for something: a teacher that has nothing to do polls its sender, as a service does."""
+        while self._sender is not None and not self._requests.poll():
+            try:
+                self._done.update(self._sender.poll())
+            except PeerLost:
+                return
+            wait_readable(self._sender, self._requests)
 
     # ---- as the student
 
@@ -177,7 +188,9 @@ class Side:
 
     def finish(self, seq: int) -> None:
         """Wait for that put's ticket, and then use its source for something else, as a teacher does."""
-        self._sender.wait(self._tickets.pop(seq), timeout_s=HANG_GUARD_S)
+        ticket = self._tickets.pop(seq)
+        if ticket not in self._done:
+            self._sender.wait(ticket, timeout_s=HANG_GUARD_S)
         self._sources.pop(seq).fill_(0xEE)
 
     def put_and_finish(self, fill: FillId, num_bytes: int) -> None:
@@ -244,6 +257,7 @@ def _serve(requests: Connection) -> None:
     # The test ends without asking for every result.
     with contextlib.suppress(EOFError, ConnectionError), requests:
         while True:
+            side.rest()
             method, args = requests.recv()
             try:
                 requests.send((getattr(side, method)(*args), None))
@@ -305,6 +319,14 @@ class Peer:
         self.result()
         self.result()
         return sender
+
+    def stop(self) -> None:
+        """Returns once no thread of it runs any more."""
+        self.signal(signal.SIGSTOP)
+        deadline_s = time.monotonic() + HANG_GUARD_S
+        tasks = Path(f"/proc/{self._process.pid}/task")
+        while any((task / "stat").read_text().rpartition(")")[2].split()[0] != "T" for task in tasks.iterdir()):
+            assert time.monotonic() < deadline_s, "the peer does not stop"
 
     def kill(self) -> None:
         self.signal(signal.SIGKILL)

@@ -208,16 +208,23 @@ def check_killing_leaks_nothing(make_peer: MakePeer, backend: str, life: Callabl
 BIG_BYTES = 96 * MIB
 
 
-def stop_in_the_middle(teacher: Peer, receiver: Receiver, arena: SlotArena, fill: FillId) -> None:
-    """Have the teacher put `fill`, and stop its process when the slot holds the beginning but not the end."""
-    arena.poison(fill.slot)
-    slot = arena.view(fill.slot, torch.uint8, (BIG_BYTES,))
-    receiver.arm(fill, num_bytes=BIG_BYTES)
-    teacher.start("put_and_finish", fill, BIG_BYTES)
-    while bool((slot[:4096] == POISON_BYTE).all()):
-        assert receiver.poll() == []
-    teacher.signal(signal.SIGSTOP)
-    assert bool((slot[-4096:] == POISON_BYTE).all()), "it was stopped too late for this test to mean anything"
+def stop_in_the_middle(teacher: Peer, receiver: Receiver, arena: SlotArena) -> FillId:
+    """Have the teacher fill slot 0, and stop its process when the slot holds the beginning but not the end."""
+    slot = arena.view(0, torch.uint8, (BIG_BYTES,))
+    for attempt in range(1, 100):
+        fill = FillId(1, attempt, 0)
+        arena.poison(0)
+        receiver.arm(fill, num_bytes=BIG_BYTES)
+        teacher.start("put_and_finish", fill, BIG_BYTES)
+        while bool((slot[:4096] == POISON_BYTE).all()):
+            assert receiver.poll() == []
+        teacher.stop()
+        if bool((slot[-4096:] == POISON_BYTE).all()):
+            return fill
+        teacher.signal(signal.SIGCONT)  # too late: this process had no CPU in between
+        _, arrivals = teacher.result_while_polling(receiver)
+        assert [arrival.fill for arrival in arrivals or receiver.wait(timeout_s=HANG_GUARD_S)] == [fill]
+    raise AssertionError("the teacher was never stopped in time")
 
 
 def test_t9_a_write_that_wakes_up_after_its_fence_reaches_no_live_slot(
@@ -228,8 +235,7 @@ def test_t9_a_write_that_wakes_up_after_its_fence_reaches_no_live_slot(
     stopped, other = make_peer(), make_peer()
     stopped.connect_to(receiver, arena, backend)
     other.connect_to(other_receiver, arena, backend)
-    late = FillId(1, 1, 0)
-    stop_in_the_middle(stopped, receiver, arena, late)
+    late = stop_in_the_middle(stopped, receiver, arena)
 
     fence = receiver.disarm(late)
     assert receiver.poll_fenced() == []
@@ -237,7 +243,7 @@ def test_t9_a_write_that_wakes_up_after_its_fence_reaches_no_live_slot(
         with pytest.raises(LocalProtocolError):
             receiver.arm(FillId(2, 1, late.slot), num_bytes=BIG_BYTES)
     # The fill is asked again of another teacher; only a fenced slot may carry the answer.
-    again = FillId(1, 2, late.slot if fence is Fence.FENCED else 1)
+    again = FillId(1, late.attempt + 1, late.slot if fence is Fence.FENCED else 1)
     other_receiver.arm(again, num_bytes=BIG_BYTES)
     other.start("put_and_finish", again, BIG_BYTES)
     _, arrivals = other.result_while_polling(other_receiver)
@@ -256,8 +262,7 @@ def test_t9_a_stopped_teacher_is_fenced_by_its_death_even_after_close(
 ) -> None:
     arena, receiver = make_receiver(num_slots=1, slot_bytes=BIG_BYTES)
     peer.connect_to(receiver, arena, backend)
-    late = FillId(1, 1, 0)
-    stop_in_the_middle(peer, receiver, arena, late)
+    late = stop_in_the_middle(peer, receiver, arena)
     receiver.close()
     fenced = receiver.poll_fenced()
     if registry.load(backend).capabilities().one_sided:

@@ -32,6 +32,33 @@ def test_auto_takes_local_only_where_both_sides_offer_it() -> None:
     assert registry.available(same_process=True)[0] == "local"
 
 
+def test_auto_takes_ucx_where_both_sides_have_rdma() -> None:
+    with_rdma, without = ("shm", "ucx", "zmq", "ucx+rdma"), ("shm", "ucx", "zmq")
+    name, reason = registry.choose("auto", student_backends=with_rdma, teacher_backends=with_rdma, same_host=False)
+    assert name == "ucx"
+    assert "not shm" in reason
+    assert registry.choose("auto", student_backends=with_rdma, teacher_backends=with_rdma, same_host=True)[0] == "shm"
+    name, reason = registry.choose("auto", student_backends=with_rdma, teacher_backends=without, same_host=False)
+    assert name == "zmq"
+    assert "ucx (there is no RDMA device on both sides" in reason
+
+
+def test_auto_takes_ucx_without_rdma_only_when_nothing_else_is_left() -> None:
+    name, reason = registry.choose(
+        "auto", student_backends=("shm", "ucx", "zmq"), teacher_backends=("ucx",), same_host=True
+    )
+    assert name == "ucx"
+    assert "nothing else is left" in reason
+
+
+def test_what_is_offered_says_where_rdma_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "ucx+rdma" not in registry.offered("auto")  # there is no such device here
+    capabilities = ucx.capabilities()
+    monkeypatch.setattr(ucx, "capabilities", lambda: dataclasses.replace(capabilities, rdma=True))
+    assert registry.offered("ucx") == ("ucx", "ucx+rdma")
+    assert registry.offered("auto")[-1] == "ucx+rdma"
+
+
 def test_auto_without_a_common_backend_names_each_and_its_reason() -> None:
     with pytest.raises(ConfigError, match=r"not shm \(.*, not zmq \("):
         registry.choose("auto", student_backends=("shm",), teacher_backends=("zmq",), same_host=True)
@@ -45,16 +72,16 @@ def test_a_requested_backend_is_taken_or_refused_never_replaced() -> None:
         registry.choose("shm", student_backends=("shm",), teacher_backends=("zmq",), same_host=True)
 
 
-@pytest.mark.parametrize("name", ["ucx", "", "SHM", "fault"])
+@pytest.mark.parametrize("name", ["rdma", "", "SHM", "fault"])
 def test_an_unknown_backend_is_refused_with_what_is_allowed_and_installed(name: str) -> None:
     for use in (registry.load, registry.unavailable, lambda name: registry.choose(name, **BOTH, same_host=True)):
-        with pytest.raises(ConfigError, match=r"allowed: auto, local, shm, zmq; installed: local, shm, zmq"):
+        with pytest.raises(ConfigError, match=r"allowed: auto, local, shm, ucx, zmq; installed: local, shm, ucx, zmq"):
             use(name)
 
 
 def test_a_backend_that_can_not_run_here_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shm, "unavailable", lambda: "libthing is missing: pip install 'disaggkd[thing]'")
-    assert registry.available() == ("zmq",)
+    assert registry.available() == ("ucx", "zmq")
     with pytest.raises(ConfigError, match=r"pip install 'disaggkd\[thing\]'"):
         registry.load("shm")
     with pytest.raises(ConfigError, match=r"pip install 'disaggkd\[thing\]'"):
