@@ -29,6 +29,7 @@ from ring.core.slots import SlotState
 from ring.core.student import StudentMachine
 
 ROW_BYTES = 16
+F0 = FillId(0, 0, 0)  # the first fill of seq 0, where the ring starts with it
 
 
 def microbatch(seq: int, *, num_tokens: int = 10, num_rows: int = 4) -> tuple[TokenRequest, Expectation]:
@@ -176,12 +177,15 @@ class Driver:
         )
         return replace(right, **changes)  # type: ignore[arg-type]
 
-    def fill(
-        self, fill: FillId, /, *, crc: int | None = None, num_bytes: int | None = None, **changes: object
-    ) -> list[Action]:
+    def fill(self, fill: FillId, /, *, crc: int | None = None, delivered_bytes: int | None = None) -> list[Action]:
         """The replica's write of `fill` ends, and the data plane reports it if it is still armed."""
+        return self.answer(fill, self.header(fill), crc=crc, delivered_bytes=delivered_bytes)
+
+    def answer(
+        self, fill: FillId, header: FillHeader, *, crc: int | None = None, delivered_bytes: int | None = None
+    ) -> list[Action]:
+        """As `fill`, with whatever header."""
         name, _ = self.asked[fill]
-        header = self.header(fill, **changes)
         if fill in self.pending:
             return self.land(fill)
         del self.asked[fill]
@@ -189,15 +193,19 @@ class Driver:
         if self.armed.get(fill.slot) != (name, fill):
             return []  # disarmed before it began: the data plane drops it
         del self.armed[fill.slot]
-        size = header.num_bytes if num_bytes is None else num_bytes
+        size = header.num_bytes if delivered_bytes is None else delivered_bytes
         return self.do(self.machine.arrived(name, fill, size, header, crc, now_s=self.now_s))
 
-    def land(self, fill: FillId) -> list[Action]:
-        """A given-up write lands late. That its slot is in quarantine is what keeps the batch whole (R4)."""
+    def land(self, fill: FillId, *, reported: bool = False) -> list[Action]:
+        """A given-up write lands late. That its slot is in quarantine is what keeps the batch whole (R4).
+
+        reported: the data plane reports it as an arrival, as it may where the disarming crossed it."""
         assert self.machine._slots.state(fill.slot) is SlotState.QUARANTINED
-        del self.pending[fill]
+        header, name = self.header(fill), self.pending.pop(fill)
         self.begun.discard(fill)
-        self.asked.pop(fill, None)
+        del self.asked[fill]
+        if reported:
+            return self.do(self.machine.arrived(name, fill, header.num_bytes, header, None, now_s=self.now_s))
         return self.do(self.machine.fenced(fill, now_s=self.now_s))
 
     def refuse(self, fill: FillId, code: RefusalCode, message: str = "no") -> list[Action]:
@@ -267,3 +275,22 @@ class Driver:
 
     def sends(self, actions: list[Action]) -> list[tuple[str, FillId]]:
         return [(a.replica, a.request.fill) for a in actions if isinstance(a, Send)]
+
+
+def dropped(actions: list[Action]) -> list[str]:
+    return [action.replica for action in actions if isinstance(action, DropReplica)]
+
+
+def lost(actions: list[Action]) -> list[str]:
+    return [action.message for action in actions if isinstance(action, Lost)]
+
+
+def stalled_ring() -> Driver:
+    """Replica a is stalled with seqs 0 and 1 given up and being written; b has them now."""
+    ring = Driver(depth=4, num_spares=4, request_timeout_s=10.0, peer_timeout_s=100.0)
+    ring.up("a")
+    ring.submit(0, 1)
+    ring.begin(F0)
+    ring.up("b")
+    ring.wait(10.0)
+    return ring

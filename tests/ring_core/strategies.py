@@ -55,10 +55,17 @@ def of_record(record: f.Record) -> st.SearchStrategy[object]:
         return st.builds(Hello, **(hello | {"world_size": st.integers(4, 2**20)}))
     values = st.fixed_dictionaries({name: of_kind(kind) for name, kind in record.fields.items()})
     if record.make is HeadInfo:
-        values = values.map(lambda v: v | {"real_vocab": min(v["real_vocab"], v["vocab_size"])})
+        values = values.map(lambda v: _ordered(v, "real_vocab", "vocab_size"))
     if record.make is HeadRequest:
-        values = values.map(lambda v: v | {"vocab_start": min(v["vocab_start"], v["vocab_end"])})
+        values = values.map(lambda v: _ordered(v, "vocab_start", "vocab_end"))
     return values.map(lambda v: record.make(**v))
+
+
+def _ordered(values: dict[str, object], lower: str, upper: str) -> dict[str, object]:
+    low, high = values[lower], values[upper]
+    assert isinstance(low, int)
+    assert isinstance(high, int)
+    return values | {lower: min(low, high), upper: max(low, high)}
 
 
 @st.composite

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
 
 import pytest
 
@@ -15,12 +14,12 @@ from ring.core.requests import REQUEST_TRANSITIONS, RequestEvent, RequestState
 from ring.core.slots import SLOT_TRANSITIONS, SlotEvent, SlotState, SlotTable
 from tests.ring_core import protocol_doc
 
-Table = Mapping[tuple[enum.Enum, enum.Enum], enum.Enum]
-MACHINES: dict[str, tuple[Table, type[enum.Enum], type[enum.Enum], enum.Enum]] = {
-    "slot": (SLOT_TRANSITIONS, SlotState, SlotEvent, SlotState.FREE),
-    "request": (REQUEST_TRANSITIONS, RequestState, RequestEvent, RequestState.PENDING),
-    "replica": (REPLICA_TRANSITIONS, ReplicaState, ReplicaEvent, ReplicaState.DOWN),
-    "job": (JOB_TRANSITIONS, JobState, JobEvent, JobState.QUEUED),
+Edges = list[tuple[enum.Enum, enum.Enum, enum.Enum]]
+MACHINES: dict[str, tuple[Edges, type[enum.Enum], type[enum.Enum], enum.Enum]] = {
+    "slot": ([(*key, to) for key, to in SLOT_TRANSITIONS.items()], SlotState, SlotEvent, SlotState.FREE),
+    "request": ([(*k, to) for k, to in REQUEST_TRANSITIONS.items()], RequestState, RequestEvent, RequestState.PENDING),
+    "replica": ([(*k, to) for k, to in REPLICA_TRANSITIONS.items()], ReplicaState, ReplicaEvent, ReplicaState.DOWN),
+    "job": ([(*key, to) for key, to in JOB_TRANSITIONS.items()], JobState, JobEvent, JobState.QUEUED),
 }
 
 
@@ -36,12 +35,12 @@ def test_the_protocol_page_shows_no_table_that_the_code_lacks() -> None:
 
 @pytest.mark.parametrize("name", MACHINES)
 def test_every_state_can_be_reached_and_every_event_happens(name: str) -> None:
-    table, states, events, start = MACHINES[name]
+    edges, states, events, start = MACHINES[name]
     reached = {start}
-    while more := {after for (state, _), after in table.items() if state in reached} - reached:
+    while more := {after for state, _, after in edges if state in reached} - reached:
         reached |= more
     assert reached == set(states)
-    assert {event for _, event in table} == set(events)
+    assert {event for _, event, _ in edges} == set(events)
 
 
 def test_a_slot_never_leaves_quarantine_but_by_a_fence_and_is_read_only_when_filled() -> None:

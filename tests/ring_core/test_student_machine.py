@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from ring.core.errors import LocalProtocolError
 from ring.core.messages import FillHeader, FillId, RefusalCode, WireDtype
+from ring.core.replicas import ReplicaState
 from ring.core.slots import SlotState
 from tests.ring_core.driver import Driver, microbatch
 
@@ -76,7 +77,8 @@ class StudentLife(RuleBasedStateMachine):
     @precondition(lambda self: self.answerable())
     @rule(data=st.data(), changes=st.sampled_from(WRONG))
     def answers_wrongly(self, data: st.DataObject, changes: dict[str, object]) -> None:
-        self.ring.fill(data.draw(st.sampled_from(self.answerable())), **changes)
+        fill = data.draw(st.sampled_from(self.answerable()))
+        self.ring.answer(fill, self.ring.header(fill, **changes))
 
     @precondition(lambda self: self.answerable())
     @rule(data=st.data())
@@ -90,9 +92,9 @@ class StudentLife(RuleBasedStateMachine):
         self.ring.refuse(data.draw(st.sampled_from(candidates)), code)
 
     @precondition(lambda self: self.ring.pending)
-    @rule(data=st.data())
-    def lands_late(self, data: st.DataObject) -> None:
-        self.ring.land(data.draw(st.sampled_from(sorted(self.ring.pending))))
+    @rule(data=st.data(), reported=st.booleans())
+    def lands_late(self, data: st.DataObject, reported: bool) -> None:
+        self.ring.land(data.draw(st.sampled_from(sorted(self.ring.pending))), reported=reported)
 
     @precondition(lambda self: self.answered)
     @rule(data=st.data())
@@ -176,6 +178,9 @@ class StudentLife(RuleBasedStateMachine):
                 ring.up(name)
             ring.fill_all()
             ring.consume()
+            for replica in list(ring.machine._fleet):
+                if replica.state is ReplicaState.DRAINING:
+                    ring.down(replica.name, error="goodbye")
             ring.wait(1.0)
         raise AssertionError(f"delivered {ring.delivered} of {ring.submitted}")
 

@@ -4,46 +4,14 @@ from __future__ import annotations
 
 import pickle
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 
 from ring.core.errors import ConfigError, LocalProtocolError
-from ring.core.messages import FillId, HeadRequest, RefusalCode, Request, TokenRequest
-from ring.core.teacher import Batch, DropStudent, Put, Refuse, TeacherConfig, TeacherMachine, Work, WorkKind
-
-ROW_BYTES = 8
-
-
-def tokens(
-    seq: int, *, slot: int = 0, num: int = 10, rows: int = 4, attempt: int = 0, time_left_s: float = 60.0
-) -> Request:
-    payload = TokenRequest(token_ids=bytes(4 * num), doc_lengths=(num,), row_ranges=((0, rows),), input_hash=b"h")
-    return Request(fill=FillId(seq, attempt, slot), payload=payload, time_left_s=time_left_s)
-
-
-def head(seq: int, *, slot: int = 0, num_bytes: int = 64) -> Request:
-    payload = HeadRequest(vocab_start=0, vocab_end=8, offset=0, num_bytes=num_bytes)
-    return Request(fill=FillId(seq, 0, slot), payload=payload, time_left_s=60.0)
-
-
-def teacher(*students: str, num_slots: int = 4, **config: float) -> TeacherMachine:
-    settings = {"max_batch_tokens": 100, "max_rows": 100, "max_tokens": 100, **config}
-    machine = TeacherMachine(TeacherConfig(**settings))  # type: ignore[arg-type]
-    for student in students:
-        assert (
-            machine.student_joined(student, num_slots=num_slots, slot_bytes=800, row_bytes=ROW_BYTES, now_s=0.0) == []
-        )
-    return machine
-
-
-def seqs(batch: Batch) -> list[tuple[str, int]]:
-    return [(work.student, work.request.fill.seq) for work in batch.work]
-
-
-def refusals(actions: object) -> list[tuple[FillId, RefusalCode]]:
-    assert isinstance(actions, list | tuple)
-    return [(action.fill, action.code) for action in actions if isinstance(action, Refuse)]
-
+from ring.core.messages import FillId, RefusalCode
+from ring.core.teacher import DropStudent, Put, Refuse, TeacherConfig, TeacherMachine, Work, WorkKind
+from tests.ring_core.asks import head, refusals, seqs, teacher, tokens
 
 # ---- one answer each -------------------------------------------------------------------------------------------
 
@@ -257,85 +225,6 @@ def test_expired_requests_do_not_change_whose_turn_it_is() -> None:
     assert seqs(machine.next_batch(now_s=2.0)) == [("a", 1)]
 
 
-# ---- bounds ----------------------------------------------------------------------------------------------------
-
-
-def test_more_requests_than_slots_are_refused() -> None:
-    machine = teacher("s", num_slots=2)
-    for seq in range(2):
-        assert machine.request("s", tokens(seq, slot=seq), now_s=0.0) == []
-    assert refusals(machine.request("s", tokens(2), now_s=0.0)) == [(FillId(2, 0, 0), RefusalCode.OVERLOADED)]
-    machine.request("s", tokens(3), now_s=0.0)
-    assert machine.stats(now_s=0.0).queued == 2
-
-
-def test_a_slot_may_be_asked_for_again_before_its_ticket_is_back() -> None:
-    """The student sees a fill before the teacher sees its ticket; it must not be punished for being quick."""
-    machine = teacher("s", num_slots=2)
-    for seq in range(2):
-        machine.request("s", tokens(seq, slot=seq), now_s=0.0)
-    machine.computed(machine.next_batch(now_s=0.0).work, now_s=0.0)
-    for seq in (2, 3):
-        assert machine.request("s", tokens(seq, slot=seq - 2), now_s=0.0) == []
-    machine.computed(machine.next_batch(now_s=0.0).work, now_s=0.0)
-    # But a student that takes nothing can't make the teacher hold more than that.
-    assert refusals(machine.request("s", tokens(4), now_s=0.0)) == [(FillId(4, 0, 0), RefusalCode.OVERLOADED)]
-
-
-@pytest.mark.parametrize(
-    ("request_", "numbers"),
-    [
-        (tokens(0, num=101), ("101", "100")),
-        (tokens(0, num=0, rows=0), ("0 tokens", "100")),
-        (tokens(0, num=100, rows=101), ("101 rows", "100")),
-        (tokens(0, num=100, rows=100, slot=4), ("slot 4", "4 slots")),
-        (head(0, num_bytes=801), ("801", "800")),
-    ],
-)
-def test_a_request_that_does_not_fit_is_invalid_with_both_numbers(request_: Request, numbers: tuple[str, ...]) -> None:
-    machine = teacher("s", max_rows=100)
-    [refusal] = machine.request("s", request_, now_s=0.0)
-    assert isinstance(refusal, Refuse)
-    assert refusal.code is RefusalCode.INVALID
-    assert all(number in refusal.message for number in numbers)
-
-
-def test_an_answer_larger_than_a_slot_is_invalid() -> None:
-    machine = teacher(max_rows=1000)
-    machine.student_joined("s", num_slots=1, slot_bytes=79, row_bytes=8, now_s=0.0)
-    [refusal] = machine.request("s", tokens(0, rows=10), now_s=0.0)
-    assert isinstance(refusal, Refuse)
-    assert "80 bytes; a slot holds 79" in refusal.message
-    assert machine.request("s", tokens(1, rows=9), now_s=0.0) == []
-
-
-def test_too_many_students_are_refused_with_the_reason() -> None:
-    machine = teacher("a", "b", max_students=2)
-    assert not machine.can_join
-    [drop] = machine.student_joined("c", num_slots=1, slot_bytes=8, row_bytes=8, now_s=0.0)
-    assert isinstance(drop, DropStudent)
-    assert drop.student == "c"
-    assert "2 students" in drop.reason
-    machine.student_left("a", now_s=0.0)
-    assert machine.student_joined("c", num_slots=1, slot_bytes=8, row_bytes=8, now_s=0.0) == []
-
-
-def test_a_request_of_a_stranger_is_answered_with_the_door() -> None:
-    assert teacher().request("x", tokens(0), now_s=0.0) == [DropStudent("x", "a request before the handshake")]
-
-
-def test_requests_that_are_cancelled_over_and_over_take_no_memory() -> None:
-    machine = teacher("s")
-    machine.request("s", tokens(0), now_s=0.0)
-    machine.next_batch(now_s=0.0)  # the teacher is busy for a while
-    sizes = []
-    for seq in range(1, 400):
-        machine.request("s", tokens(seq, slot=1), now_s=0.0)
-        machine.cancel("s", FillId(seq, 0, 1), now_s=0.0)
-        sizes.append(len(pickle.dumps(machine)))
-    assert max(sizes[200:]) <= max(sizes[:200]) + 32
-
-
 # ---- students come and go --------------------------------------------------------------------------------------
 
 
@@ -417,7 +306,7 @@ def test_illegal_calls_are_refused_whole() -> None:
     machine.request("s", tokens(1, slot=1), now_s=0.0)
     [work] = machine.next_batch(now_s=0.0, max_requests=1).work
     stranger = Work("s", 99, tokens(5), 0.0)
-    illegal = [
+    illegal: list[Callable[[], object]] = [
         lambda: machine.computed([work, work], now_s=9.0),
         lambda: machine.computed([work, stranger], now_s=9.0),
         lambda: machine.failed([stranger], "x", now_s=9.0),

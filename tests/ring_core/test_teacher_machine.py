@@ -14,7 +14,7 @@ from ring.core.errors import LocalProtocolError
 from ring.core.jobs import JobState
 from ring.core.messages import FillId, Request
 from ring.core.teacher import DropStudent, Put, Refuse, TeacherAction, TeacherConfig, TeacherMachine, Work
-from tests.ring_core.test_teacher import head, tokens
+from tests.ring_core.asks import head, tokens
 
 NAMES = ("a", "b", "c")
 NUM_SLOTS = 3
