@@ -1,6 +1,6 @@
 """The contract of the data plane: a teacher's `Sender` writes fills into a student's slots through a `Receiver`.
 
-One contract serves one-sided writes (shm, local) and posted receives (zmq; later ucx): a fill is armed by the student
+One contract serves one-sided writes (shm, local) and posted receives (zmq, ucx): a fill is armed by the student
 before it is asked for, so a payload always finds its slot, and what was not armed never lands. The clauses T1-T10 of
 docs/transport-contract.md are checked for every registered backend by tests/conformance.py.
 
@@ -42,6 +42,7 @@ class Capabilities:
     `notices_peer_death`: the data plane itself raises PeerLost when the peer's process dies.
     `bounce_bytes_per_peer`: most bytes it buffers for a peer besides the slots (R2).
     `crc_by_default`: whether the path can corrupt bytes so that the ring should check them.
+    `rdma`: it found an RDMA device here that it can use.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Capabilities:
     notices_peer_death: bool
     bounce_bytes_per_peer: int
     crc_by_default: bool
+    rdma: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

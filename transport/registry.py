@@ -5,42 +5,42 @@ A new backend is one module with the functions of `transport.contract.Backend` a
 
 from __future__ import annotations
 
-import hashlib
 import importlib
-import os
-import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from ring.core.errors import ConfigError
 from transport.contract import Backend
+from transport.host import host_id as host_id
 
 AUTO = "auto"
+_RDMA = "+rdma"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
     """One backend. `same_process`: only for a teacher inside the student's process, so `auto` between processes and
-    handshakes leave it out."""
+    handshakes leave it out. `wants_rdma`: without an RDMA device on both sides `auto` prefers every other one."""
 
     name: str
     module: str
     same_process: bool = False
+    wants_rdma: bool = False
 
 
 #: Best first.
 ENTRIES = (
     Entry(name="local", module="transport.local", same_process=True),
     Entry(name="shm", module="transport.shm"),
+    Entry(name="ucx", module="transport.ucx", wants_rdma=True),
     Entry(name="zmq", module="transport.zmq_tcp"),
 )
 
 if TYPE_CHECKING:  # the type checker compares each module with the protocol, which `load` can't
-    from transport import local, shm, zmq_tcp
+    from transport import local, shm, ucx, zmq_tcp
 
-    _checked: tuple[Backend, ...] = (local, shm, zmq_tcp)
+    _checked: tuple[Backend, ...] = (local, shm, ucx, zmq_tcp)
 
 
 def names(*, same_process: bool = False) -> tuple[str, ...]:
@@ -49,21 +49,23 @@ def names(*, same_process: bool = False) -> tuple[str, ...]:
 
 
 def available(*, same_process: bool = False) -> tuple[str, ...]:
-    """Those of `names` that can run here: what a handshake offers."""
+    """Those of `names` that can run here."""
     return tuple(name for name in names(same_process=same_process) if unavailable(name) is None)
 
 
 def offered(requested: str, *, same_process: bool = False) -> tuple[str, ...]:
     """What a process offers in a handshake when its user asked for this transport, or for `auto`.
 
+    That is names of backends, and `NAME+rdma` for each that has an RDMA device here.
     Raises ConfigError: there is no such backend, it can't run here, or it leads to no other process and has to."""
     if requested == AUTO:
-        return available(same_process=same_process)
+        found = available(same_process=same_process)
+        return (*found, *(f"{name}{_RDMA}" for name in found if _has_rdma(name)))
     load(requested)
     if _entry(requested).same_process and not same_process:
         allowed = ", ".join((AUTO, *names()))
         raise ConfigError(f"transport {requested!r} stays within one process; between two, allowed: {allowed}")
-    return (requested,)
+    return (requested, f"{requested}{_RDMA}") if _has_rdma(requested) else (requested,)
 
 
 def load(name: str) -> Backend:
@@ -93,29 +95,23 @@ def choose(
             raise ConfigError(f"transport {requested!r} was asked for, but {rejection}")
         return requested, "it was asked for"
     rejections: list[str] = []
+    last_resort: str | None = None
     for entry in ENTRIES:
         rejection = _why_not(entry.name, student_backends, teacher_backends, same_host=same_host)
+        if rejection is None and entry.wants_rdma and not _both_have_rdma(entry, student_backends, teacher_backends):
+            last_resort = last_resort or entry.name
+            rejection = "there is no RDMA device on both sides that it can use"
         if rejection is None:
             return entry.name, f"auto: the best that both sides can do{''.join(f'; not {r}' for r in rejections)}"
         if not entry.same_process:
             rejections.append(f"{entry.name} ({rejection})")
+    if last_resort is not None:
+        return last_resort, f"auto: nothing else is left{''.join(f'; not {r}' for r in rejections)}"
     raise ConfigError(f"transport auto found none that both sides can do: not {', not '.join(rejections)}")
 
 
-def host_id() -> str:
-    """Equal on both sides exactly if a same-host backend works between them.
-
-    That takes one kernel (its boot id), the same view of the socket's path (mount namespace), process ids that mean
-    the same (pid namespace), and one user (the socket is private). Two containers of one machine therefore differ,
-    even if they share a volume. The ipc namespace is left out: memfds and unix sockets don't belong to one.
-    """
-    try:
-        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        namespaces = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("mnt", "pid", "user")]
-    except OSError:
-        return f"unknown-{uuid.uuid4().hex}"  # shares with nobody
-    whole = "\n".join([boot_id, *namespaces, str(os.getuid())])
-    return hashlib.sha256(whole.encode()).hexdigest()[:32]
+def _both_have_rdma(entry: Entry, student_backends: Sequence[str], teacher_backends: Sequence[str]) -> bool:
+    return all(f"{entry.name}{_RDMA}" in backends for backends in (student_backends, teacher_backends))
 
 
 def _why_not(
@@ -129,6 +125,10 @@ def _why_not(
     if not same_host and _module(name).capabilities().same_host_only:
         return "the two sides are not on the same host as the same user, or are in different containers"
     return None
+
+
+def _has_rdma(name: str) -> bool:
+    return _entry(name).wants_rdma and _module(name).capabilities().rdma
 
 
 def _entry(name: str) -> Entry:

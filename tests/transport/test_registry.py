@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import sys
 import pytest
 
 from ring.core.errors import ConfigError
-from transport import registry, shm
+from transport import registry, shm, ucx
 
 BOTH = {"student_backends": ("shm", "zmq"), "teacher_backends": ("shm", "zmq")}
 

@@ -1,0 +1,135 @@
+"""libucp itself, through ctypes: the functions and structures of its public C interface that we use.
+
+Which library: the one of the `libucx` wheel; a system's own where there is no wheel, or where the variable
+RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY says so, as with other users of that wheel. The interface has been stable since
+UCX 1.12, and its structures say themselves which of their fields are set; what follows those is left out here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import ctypes.util
+import functools
+import importlib
+import importlib.util
+import os
+from ctypes import POINTER, c_char_p, c_int, c_int8, c_size_t, c_uint, c_uint32, c_uint64, c_void_p
+
+from ring.core.errors import ConfigError
+
+INSTALL = "pip install 'disaggkd[ucx]'"
+API_VERSION = (1, 12)
+OK, IN_PROGRESS, BUSY = 0, 1, -15
+_LAST_ERROR = -100
+
+FEATURE_TAG, FEATURE_WAKEUP = 1 << 0, 1 << 4
+PARAM_FEATURES, PARAM_MT_WORKERS_SHARED = 1 << 0, 1 << 5
+WORKER_THREAD_MODE, THREAD_MODE_SERIALIZED = 1 << 0, 1
+EP_REMOTE_ADDRESS, EP_ERR_MODE, EP_ERR_HANDLER, ERR_MODE_PEER = 1 << 0, 1 << 1, 1 << 2, 1
+OP_FLAGS, CLOSE_FORCE = 1 << 4, 1
+
+#: void (*)(void *arg, ucp_ep_h ep, ucs_status_t status)
+ErrorCallback = ctypes.CFUNCTYPE(None, c_void_p, c_void_p, c_int8)
+
+
+class Params(ctypes.Structure):
+    _fields_ = (
+        ("field_mask", c_uint64),
+        ("features", c_uint64),
+        ("request_size", c_size_t),
+        ("request_init", c_void_p),
+        ("request_cleanup", c_void_p),
+        ("tag_sender_mask", c_uint64),
+        ("mt_workers_shared", c_int),
+        ("unused", c_uint64 * 16),
+    )
+
+
+class WorkerParams(ctypes.Structure):
+    _fields_ = (("field_mask", c_uint64), ("thread_mode", c_int), ("unused", c_uint64 * 40))
+
+
+class EndpointParams(ctypes.Structure):
+    _fields_ = (
+        ("field_mask", c_uint64),
+        ("address", c_void_p),
+        ("err_mode", c_int),
+        ("err_callback", ErrorCallback),
+        ("err_arg", c_void_p),
+        ("unused", c_uint64 * 24),
+    )
+
+
+class RequestParam(ctypes.Structure):
+    _fields_ = (("op_attr_mask", c_uint32), ("flags", c_uint32), ("unused", c_uint64 * 24))
+
+
+class TagInfo(ctypes.Structure):
+    _fields_ = (("sender_tag", c_uint64), ("length", c_size_t))
+
+
+#: (name, result, arguments)
+_FUNCTIONS = (
+    ("ucp_get_version_string", c_char_p, ()),
+    ("ucp_config_read", c_int8, (c_char_p, c_char_p, POINTER(c_void_p))),
+    ("ucp_config_modify", c_int8, (c_void_p, c_char_p, c_char_p)),
+    ("ucp_config_release", None, (c_void_p,)),
+    ("ucp_init_version", c_int8, (c_uint, c_uint, POINTER(Params), c_void_p, POINTER(c_void_p))),
+    ("ucp_context_print_info", None, (c_void_p, c_void_p)),
+    ("ucp_cleanup", None, (c_void_p,)),
+    ("ucp_worker_create", c_int8, (c_void_p, POINTER(WorkerParams), POINTER(c_void_p))),
+    ("ucp_worker_destroy", None, (c_void_p,)),
+    ("ucp_worker_get_address", c_int8, (c_void_p, POINTER(c_void_p), POINTER(c_size_t))),
+    ("ucp_worker_release_address", None, (c_void_p, c_void_p)),
+    ("ucp_worker_get_efd", c_int8, (c_void_p, POINTER(c_int))),
+    ("ucp_worker_arm", c_int8, (c_void_p,)),
+    ("ucp_worker_progress", c_uint, (c_void_p,)),
+    ("ucp_ep_create", c_int8, (c_void_p, POINTER(EndpointParams), POINTER(c_void_p))),
+    ("ucp_ep_close_nbx", c_void_p, (c_void_p, POINTER(RequestParam))),
+    ("ucp_tag_send_nbx", c_void_p, (c_void_p, c_void_p, c_size_t, c_uint64, POINTER(RequestParam))),
+    ("ucp_tag_probe_nb", c_void_p, (c_void_p, c_uint64, c_uint64, c_int, POINTER(TagInfo))),
+    ("ucp_tag_msg_recv_nbx", c_void_p, (c_void_p, c_void_p, c_size_t, c_void_p, POINTER(RequestParam))),
+    ("ucp_request_check_status", c_int8, (c_void_p,)),
+    ("ucp_request_free", None, (c_void_p,)),
+    ("ucs_status_string", c_char_p, (c_int8,)),  # of libucs, which libucp brings along
+)
+
+
+def missing() -> str | None:
+    """None: there is a UCX to try; else what to install."""
+    if importlib.util.find_spec("libucx") is not None or ctypes.util.find_library("ucp") is not None:
+        return None
+    return f"there is no UCX: {INSTALL}, or a system UCX"
+
+
+@functools.cache
+def load() -> ctypes.CDLL:
+    """libucp. Raises ConfigError: it is missing, or can't be loaded."""
+    reason = missing()
+    if reason is not None:
+        raise ConfigError(f"UCX can't be used: {reason}")
+    prefers_system = os.environ.get("RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY", "false").lower() not in ("false", "0", "")
+    try:
+        if prefers_system or importlib.util.find_spec("libucx") is None:
+            library = ctypes.CDLL("libucp.so.0")
+        else:
+            library = next(one for one in importlib.import_module("libucx").load_library() if "libucp." in one._name)
+        for name, result, arguments in _FUNCTIONS:
+            function = getattr(library, name)
+            function.restype, function.argtypes = result, arguments
+    except (ImportError, OSError, AttributeError, StopIteration) as error:
+        raise ConfigError(f"UCX can't be loaded ({error}): {INSTALL}, or a system UCX of 1.12 or newer") from error
+    return library
+
+
+def status_of(pointer: int | None) -> int:
+    """Of what a function returned that gives NULL, an error, or a request (IN_PROGRESS)."""
+    if not pointer:
+        return OK
+    status = ctypes.c_int64(pointer).value
+    return status if _LAST_ERROR <= status < 0 else IN_PROGRESS
+
+
+def describe(status: int) -> str:
+    """The error in words."""
+    return str(load().ucs_status_string(status).decode())

@@ -1,0 +1,258 @@
+"""What both sides of a UCX channel do alike: a worker, short control messages, the tags, a descriptor, and the end.
+
+UCX asks nobody who he is, so every message is known by its 64-bit tag, a keyed hash: of control messages over the
+direction, of payloads over the whole fill (seq, attempt, slot, size, part). The key is the channel's random token,
+which travels in the OFFER. What another channel, an earlier life or a given-up attempt sends has another tag.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import ipaddress
+import os
+import select
+import socket
+import struct
+import time
+from collections import deque
+from pathlib import Path
+
+from ring.core.errors import ConfigError, TransportError
+from ring.core.messages import FillId
+from transport import ucx_core
+from transport.host import host_id
+from transport.ucx_core import Connection, Message, Transfer, Worker
+from transport.wakeup import Wakeup
+
+TOKEN_BYTES = 32
+MAGIC = b"dkd1"
+GREETING = struct.Struct("<c4sQQ")  # kind, magic, slots, bytes a slot
+WHO = struct.Struct("<32sQ")  # host, process; follows the teacher's greeting, with the address of its worker
+ANNOUNCE = struct.Struct("<cQqQQQHH")  # kind, ticket, seq, attempt, slot, bytes, bytes of the header, parts
+TICKET = struct.Struct("<cQ")  # kind, ticket
+KIND_GREETING, KIND_ANNOUNCE, KIND_SENT, KIND_ACK, KIND_GOODBYE = b"G", b"F", b"S", b"A", b"B"
+#: Longest control message: never rendezvous, so it needs nothing of its sender once it has left.
+MAX_CONTROL_BYTES = ucx_core.RENDEZVOUS_BYTES - 1024
+TO_STUDENT, TO_TEACHER = b"to the student", b"to the teacher"
+
+_PAYLOAD = struct.Struct("<qQQQQ")
+_POLL_BUDGET_S = 2e-3  # then the owner's other work has its turn
+_GOODBYE_TIMEOUT_S = 0.2
+_SIOCGIFADDR = 0x8915
+
+
+def control_tag(token: bytes, direction: bytes) -> int:
+    return _hash(token, direction)
+
+
+def payload_tag(token: bytes, fill: FillId, num_bytes: int, part: int) -> int:
+    return _hash(token, _PAYLOAD.pack(*fill, num_bytes, part))
+
+
+def _hash(token: bytes, data: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8, key=token).digest(), "little")
+
+
+class Link:
+    """One worker with at most one connection. `fileno()` is readable when there may be news, given `settle()`."""
+
+    def __init__(self, token: bytes, *, listens: bytes, speaks: bytes, local_host: str) -> None:
+        """Raises ConfigError: UCX can't be used here. Raises TransportError."""
+        self._own_tag = control_tag(token, listens)
+        self._other_tag = control_tag(token, speaks)
+        self._connection: Connection | None = None
+        self._pidfd = -1
+        self._process_is_gone = False
+        self._reading: deque[tuple[Transfer, bytearray]] = deque()
+        self._is_busy = False
+        self._worker: Worker | None = Worker(ucx_core.context(net_devices=net_devices(local_host)))
+        self._wakeup = Wakeup()
+        self._news = select.epoll()
+        self._news.register(self._wakeup, select.EPOLLIN)
+        self._news.register(self._worker, select.EPOLLIN)
+
+    def fileno(self) -> int:
+        return self._news.fileno()
+
+    def address(self) -> bytes:
+        return self._open_worker().address()
+
+    @property
+    def is_connected(self) -> bool:
+        return self._connection is not None
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the last `poll()` ended with its time and not with its work."""
+        return self._is_busy
+
+    @property
+    def end(self) -> str | None:
+        """What became of the other side; None: it is there, as far as can be told."""
+        if self._connection is not None and self._connection.error is not None:
+            return f"its connection ended: {self._connection.error}"
+        if self._process_is_gone or (self._pidfd >= 0 and _is_readable(self._pidfd)):
+            return "its process ended"
+        return None
+
+    def connect(self, address: bytes, *, host: str, pid: int) -> None:
+        """host, pid: where the other worker is. Raises RemoteProtocolError: it is no address, or can't be reached."""
+        self._connection = self._open_worker().connect(address)
+        # UCX's shared memory was seen not to notice that the other process was killed.
+        if host == host_id() and pid != os.getpid():
+            try:
+                self._pidfd = os.pidfd_open(pid)
+                self._news.register(self._pidfd, select.EPOLLIN)
+            except ProcessLookupError:
+                self._process_is_gone = True
+
+    def say(self, message: bytes) -> None:
+        """Send a control message. Raises TransportError: the connection is broken."""
+        assert len(message) <= MAX_CONTROL_BYTES
+        self.send(message, tag=self._other_tag)
+
+    def send(self, memory: memoryview | bytes, *, tag: int) -> Transfer:
+        assert self._connection is not None
+        return self._connection.send(memory, tag=tag)
+
+    def receive(self, message: Message, memory: memoryview) -> Transfer:
+        return self._open_worker().receive(message, memory)
+
+    def drop(self, message: Message) -> None:
+        self._open_worker().drop(message)
+
+    def poll(self) -> tuple[list[bytes], list[Message]]:
+        """Make progress: (control messages in the order they were sent, other messages).
+
+        Raises TransportError: UCX failed."""
+        worker = self._open_worker()
+        self._is_busy = worker.progress(budget_s=_POLL_BUDGET_S)
+        others = []
+        while (message := worker.next_message()) is not None:
+            if message.tag == self._own_tag and 0 < message.num_bytes <= MAX_CONTROL_BYTES:
+                buffer = bytearray(message.num_bytes)
+                self._reading.append((worker.receive(message, memoryview(buffer)), buffer))
+            else:
+                others.append(message)
+        said = []
+        while self._reading and self._reading[0][0].is_done:
+            transfer, buffer = self._reading.popleft()
+            if transfer.error() is None:
+                said.append(bytes(buffer))
+        worker.forget_done()
+        return said, others
+
+    def settle(self, *, has_news: bool = False) -> None:
+        """Call at the end of everything that touched the link: UCX tells of an event only after it was armed."""
+        if has_news or self._is_busy or (self._worker is not None and not self._worker.arm()):
+            self._wakeup.set()
+        else:
+            self._wakeup.clear()
+
+    def let_go(self, *, goodbye: bool) -> None:
+        """End worker and connection, in bounded time: no byte is received or read any more once this returned."""
+        worker, connection = self._worker, self._connection
+        if worker is None:
+            return
+        self._worker = self._connection = None
+        if goodbye and connection is not None and connection.error is None:
+            _say_goodbye(worker, connection, self._other_tag)
+        self._reading.clear()
+        self._news.unregister(worker)
+        worker.close()
+        if self._pidfd >= 0:
+            self._news.unregister(self._pidfd)
+            os.close(self._pidfd)
+            self._pidfd = -1
+
+    def close(self) -> None:
+        """Say goodbye, and give everything back. Idempotent."""
+        self.let_go(goodbye=True)
+        self._news.close()
+        self._wakeup.close()
+
+    def _open_worker(self) -> Worker:
+        assert self._worker is not None
+        return self._worker
+
+
+def _say_goodbye(worker: Worker, connection: Connection, tag: int) -> None:
+    """As well as it can be done in bounded time: whoever does not hear it finds the connection broken."""
+    until_s = time.monotonic() + _GOODBYE_TIMEOUT_S
+    try:
+        transfer = connection.send(KIND_GOODBYE, tag=tag)
+        poller = select.poll()
+        poller.register(worker, select.POLLIN)
+        while not transfer.is_done and connection.error is None and time.monotonic() < until_s:
+            if not worker.progress(budget_s=_POLL_BUDGET_S) and worker.arm():
+                poller.poll(10)
+        worker.progress(budget_s=_POLL_BUDGET_S)
+    except TransportError:
+        return  # it broke meanwhile, which the other side sees as well
+
+
+def _is_readable(fd: int) -> bool:
+    poller = select.poll()
+    poller.register(fd, select.POLLIN)
+    return bool(poller.poll(0))
+
+
+# ---- devices -------------------------------------------------------------------------------------------------------
+
+
+def rdma_devices() -> list[str]:
+    """The RDMA devices of this machine with an active port, as UCX calls them."""
+    found = []
+    for state in sorted(Path("/sys/class/infiniband").glob("*/ports/*/state")):
+        if "ACTIVE" in state.read_text():
+            found.append(f"{state.parts[-4]}:{state.parts[-2]}")
+    return found
+
+
+def net_devices(local_host: str) -> str | None:
+    """What UCX may use for a channel at that local address: its interface, and the RDMA devices unless it is loopback.
+
+    None: whatever UCX finds. Raises ConfigError: it is not an address of this machine."""
+    try:
+        address = ipaddress.ip_address(socket.getaddrinfo(local_host, None, type=socket.SOCK_STREAM)[0][4][0])
+        if address.is_unspecified:
+            raise ConfigError(f"ucx: {local_host!r} is every address; give the one that the other side can reach")
+        name = interface_of(address)
+    except OSError as error:
+        raise ConfigError(f"ucx: {local_host!r} is not an address of this machine: {error}") from error
+    if address.is_loopback:
+        return name
+    return None if name is None else ",".join([name, *rdma_devices()])
+
+
+def interface_of(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> str | None:
+    """The name of the interface that has this address; None: it can't be told. Raises ConfigError: none has it."""
+    if address.is_loopback:
+        return "lo"
+    if address.version == 6:
+        for line in Path("/proc/net/if_inet6").read_text().splitlines():
+            number, *_, name = line.split()
+            if int(number, 16) == int(address):
+                return name
+        return None
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                found = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", os.fsencode(name)[:15]))
+            except OSError:
+                continue  # it has no address
+            if found[20:24] == address.packed:
+                return name
+    return None  # a second address of an interface
+
+
+def local_host_towards(host: str) -> str:
+    """The address of this machine that reaches the host. Raises TransportError: none does."""
+    try:
+        family, kind, _, _, where = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(where)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise TransportError(f"ucx: {host!r} can't be reached from here: {error}") from error
