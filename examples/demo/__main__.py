@@ -228,8 +228,9 @@ def _present(outcome: Outcome, root: Path, console: Console) -> None:
     facts = {"gain_nats": outcome.gain_nats, "kd": outcome.kd_eval, "ce": outcome.ce_eval}
     (root / "report.json").write_text(json.dumps(facts, indent=2) + "\n")
     console.print()
-    console.print(text, markup=False, highlight=False)
-    console.print(f"\nPicture: {picture}   Models: {root}/kd/model, {root}/ce/model   This text: {root}/summary.txt")
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+    files = f"Picture: {picture}   Models: {root}/kd/model, {root}/ce/model   This text: {root}/summary.txt"
+    console.print(f"\n{files}", markup=False, highlight=False, soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -59,7 +59,8 @@ def build_corpus(root: Path) -> Corpus:
     if corpus.complete.exists():
         return corpus
     root.mkdir(parents=True, exist_ok=True)
-    train, held_out = [], []
+    train: list[str] = []
+    held_out: list[str] = []
     for name, text in _standard_library():
         (held_out if int(hashlib.sha1(name.encode()).hexdigest(), 16) % HELD_OUT_OF == 0 else train).append(text)
     # Spread over the library rather than its first letters: every so-many-th file.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 import matplotlib as mpl
 
@@ -40,6 +41,7 @@ class Outcome:
         return self.ce_eval[-1]["eval_loss"] - self.kd_eval[-1]["eval_loss"]
 
 
+SMOOTHED_STEPS = 9
 BLUE, ORANGE, GREY, GREEN = "#2563a8", "#d9772b", "#8a8f98", "#3f8f5b"
 
 
@@ -50,9 +52,10 @@ def draw(outcome: Outcome, path: Path) -> None:
         _draw_loss(axes[0], outcome)
         _draw_time(axes[1], outcome)
         _draw_memory(axes[2], outcome)
+        comparison = "better" if outcome.gain_nats >= 0 else "worse"
         figure.suptitle(
-            f"Distilled student {outcome.gain_nats:.2f} nats/token better than the same student on labels alone, at "
-            "equal steps",
+            f"Distilled student: {abs(outcome.gain_nats):.2f} nats/token {comparison} than the same student on labels "
+            "alone, at equal steps",
             fontsize=12,
         )
         figure.tight_layout()
@@ -79,8 +82,8 @@ def _draw_loss(axis: Axes, outcome: Outcome) -> None:
 
 def _draw_time(axis: Axes, outcome: Outcome) -> None:
     steps = [r["step"] for r in outcome.kd]
-    stalls = [r["student_stall_s"] for r in outcome.kd]
-    rest = [r["step_s"] - r["student_stall_s"] for r in outcome.kd]
+    stalls = _smooth([r["student_stall_s"] for r in outcome.kd])
+    rest = _smooth([r["step_s"] - r["student_stall_s"] for r in outcome.kd])
     axis.stackplot(
         steps,
         [1e3 * s for s in rest],
@@ -88,26 +91,38 @@ def _draw_time(axis: Axes, outcome: Outcome) -> None:
         colors=[BLUE, "#b9cde4"],
         labels=["student computes", "student waits"],
     )
-    axis.plot(steps, [1e3 * r["teacher_stall_s"] for r in outcome.kd], color=GREEN, lw=1.2, label="teacher waits")
-    top = sorted(r["step_s"] for r in outcome.kd)[int(len(steps) * 0.98)]
-    axis.set(title="Where a step's time goes", xlabel="optimizer step", ylabel="ms", ylim=(0, 1.3e3 * top))
-    axis.legend(frameon=False, loc="upper right", ncols=3, fontsize=8)
+    for name, color, label in (
+        ("teacher_s", GREEN, "teacher computes"),
+        ("teacher_stall_s", ORANGE, "teacher waits"),
+    ):
+        values = _smooth([r[name] for r in outcome.kd])
+        axis.plot(steps, [1e3 * s for s in values], color=color, lw=1.4, label=label)
+    axis.set(title="Where a step's time goes", ylabel="ms, running median", ylim=(0, None))
+    axis.set_xlabel("optimizer step")
+    axis.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=4, fontsize=8)
+
+
+def _smooth(values: Sequence[float]) -> list[float]:
+    """Running median: a teacher also waits while the student evaluates, which is no part of any step."""
+    half = SMOOTHED_STEPS // 2
+    return [median(values[max(0, i - half) : i + half + 1]) for i in range(len(values))]
 
 
 def _draw_memory(axis: Axes, outcome: Outcome) -> None:
     sizes = [outcome.full_peak_bytes / 2**20, outcome.fused_peak_bytes / 2**20]
     bars = axis.bar(["full logits", "fused"], sizes, color=[GREY, BLUE], width=0.6)
     axis.bar_label(bars, labels=[f"{size:,.0f} MiB" for size in sizes], padding=3)
-    axis.set(title=f"Extra memory of the loss\n{outcome.loss_shape}", ylabel="MiB", ylim=(0, 1.15 * max(sizes)))
+    axis.set(title="Extra memory of the loss", ylabel="MiB", ylim=(0, 1.15 * max(sizes)))
+    axis.set_xlabel(outcome.loss_shape, fontsize=8)
 
 
 def summarize(outcome: Outcome) -> list[str]:
     """Ten lines that a person understands."""
     kd, steps = outcome.kd, len(outcome.kd)
-    step_s = sorted(r["step_s"] for r in kd)[steps // 2]
-    ce_step_s = sorted(r["step_s"] for r in outcome.ce)[len(outcome.ce) // 2]
+    step_s = median([r["step_s"] for r in kd])
+    ce_step_s = median([r["step_s"] for r in outcome.ce])
     stall = sum(r["student_stall_s"] for r in kd) / sum(r["step_s"] for r in kd)
-    idle = sum(r["teacher_stall_s"] for r in kd) / sum(r["step_s"] for r in kd)
+    idle = median([r["teacher_stall_s"] for r in kd]) / step_s
     vs_teacher = "" if outcome.teacher_eval is None else f" (the teacher itself: {outcome.teacher_eval:.3f})"
     return [
         f"Held-out loss, distilled student:    {outcome.kd_eval[-1]['eval_loss']:.3f} nats/token{vs_teacher}",
@@ -115,8 +130,8 @@ def summarize(outcome: Outcome) -> list[str]:
         f"Gain from the teacher:               {outcome.gain_nats:.3f} nats/token after {steps} steps each",
         f"This is at equal steps, not equal compute: a distilled step took {step_s * 1e3:.0f} ms, one on labels "
         f"{ce_step_s * 1e3:.0f} ms.",
-        f"The student waited for the teacher:  {stall:.0%} of the time",
-        f"The teacher waited for the student:  {idle:.0%} of the time",
+        f"The student waited for the teacher:  {stall:.0%} of the steps' time",
+        f"The teacher waited for the student:  {idle:.0%} of a typical step",
         f"States received through the ring:    {kd[-1]['bytes_received'] / 2**20:,.0f} MiB, asked again: "
         f"{kd[-1]['retries']:.0f}",
         f"Memory of the loss ({outcome.loss_shape}): fused {outcome.fused_peak_bytes / 2**20:,.0f} MiB, full logits "

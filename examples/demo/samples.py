@@ -24,6 +24,7 @@ def continuations(
 
 
 def _continue(source: str, prompt: str) -> str:
+    transformers.utils.logging.disable_progress_bar()
     tokenizer = transformers.AutoTokenizer.from_pretrained(source)
     model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
     ids = tokenizer(prompt, return_tensors="pt")
