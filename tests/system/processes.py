@@ -1,0 +1,244 @@
+"""The commands as real processes: started, watched through the files that they write, signalled, and waited for.
+
+Every wait polls under a hang guard; nothing here sleeps for a time that a test relies on.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).parents[2]
+#: No step of a test takes a tenth of this on a quiet machine; it only ends tests that hang.
+HANG_GUARD_S = 120.0
+#: What must not depend on transport, layout, faults or restarts. The rest of a line is time, memory and traffic.
+CURVE_FIELDS = (
+    "step",
+    "epoch",
+    "position",
+    "seq_first",
+    "seq_last",
+    "lm_loss",
+    "kd",
+    "loss",
+    "rows",
+    "samples",
+    "lr",
+    "grad_norm",
+)
+
+
+class Zygote:
+    """Starts commands by forking; see `tests.system.zygote`."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.system.zygote"],
+            cwd=REPOSITORY,
+            env=_environment(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        self._received = b""
+        self._pids: list[int] = []
+        self._codes: dict[int, int] = {}
+        self._next_pid()  # its own: everything is imported
+
+    def start(self, module: str, arguments: Sequence[str], *, cwd: Path, out: Path, error: Path) -> int:
+        request = {"module": module, "arguments": arguments, "cwd": str(cwd), "out": str(out), "error": str(error)}
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(request).encode() + b"\n")
+        self._process.stdin.flush()
+        return self._next_pid()
+
+    def poll(self, pid: int) -> int | None:
+        """The exit code of a child, negative for a signal, or None: it runs."""
+        self._read(timeout_s=0)
+        return self._codes.get(pid)
+
+    def close(self) -> None:
+        """Ends what still runs."""
+        self._process.communicate()
+
+    def _next_pid(self) -> int:
+        deadline_s = time.monotonic() + HANG_GUARD_S
+        while not self._pids:
+            assert time.monotonic() < deadline_s, "the zygote does not answer"
+            self._read(timeout_s=1.0)
+        return self._pids.pop(0)
+
+    def _read(self, *, timeout_s: float) -> None:
+        assert self._process.stdout is not None
+        while select.select([self._process.stdout], [], [], timeout_s)[0]:
+            received = os.read(self._process.stdout.fileno(), 65536)
+            assert received, "the zygote ended"
+            *lines, self._received = (self._received + received).split(b"\n")
+            for answer in map(json.loads, lines):
+                if "code" in answer:
+                    self._codes[answer["pid"]] = answer["code"]
+                else:
+                    self._pids.append(answer["pid"])
+            timeout_s = 0
+
+
+@functools.cache
+def zygote() -> Zygote:
+    """One for all tests of this process; ended with it."""
+    made = Zygote()
+    atexit.register(made.close)
+    return made
+
+
+class Command:
+    """`python -m module arguments` as a process of its own."""
+
+    def __init__(self, module: str, *arguments: object, cwd: Path) -> None:
+        number = sum(path.name.startswith(f"{module}-") for path in cwd.iterdir())
+        self.out_file = cwd / f"{module}-{number}.out"
+        self.error_file = cwd / f"{module}-{number}.err"
+        self.pid = zygote().start(
+            module, [str(one) for one in arguments], cwd=cwd, out=self.out_file, error=self.error_file
+        )
+
+    @property
+    def output(self) -> str:
+        return self.out_file.read_text() if self.out_file.exists() else ""
+
+    @property
+    def errors(self) -> str:
+        return self.error_file.read_text() if self.error_file.exists() else ""
+
+    def poll(self) -> int | None:
+        """Its exit code, negative for a signal; None: it runs."""
+        return zygote().poll(self.pid)
+
+    def send(self, number: signal.Signals) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def wait(self) -> int:
+        """The exit code, negative for a signal."""
+        deadline_s = time.monotonic() + HANG_GUARD_S
+        while (code := self.poll()) is None:
+            if time.monotonic() > deadline_s:
+                self.end()
+                raise AssertionError(f"it did not end within {HANG_GUARD_S:g} s:\n{self.tail()}")
+            time.sleep(0.005)
+        return code
+
+    def succeed(self) -> None:
+        code = self.wait()
+        assert code == 0, f"exit {code}:\n{self.tail()}"
+
+    def until(self, holds: Callable[[], bool], what: str) -> None:
+        """Poll while it runs. AssertionError: it ended, or the hang guard struck, before `holds`."""
+        deadline_s = time.monotonic() + HANG_GUARD_S
+        while not holds():
+            assert self.poll() is None, f"it ended before {what}:\n{self.tail()}"
+            assert time.monotonic() < deadline_s, f"waited {HANG_GUARD_S:g} s for {what}:\n{self.tail()}"
+            time.sleep(0.002)
+
+    def end(self) -> None:
+        """However it is, it is gone when this returns."""
+        self.send(signal.SIGKILL)
+        deadline_s = time.monotonic() + HANG_GUARD_S
+        while self.poll() is None:
+            assert time.monotonic() < deadline_s, f"process {self.pid} can't be killed"
+            time.sleep(0.002)
+
+    def tail(self) -> str:
+        return "\n".join([*self.output.splitlines()[-5:], *self.errors.splitlines()[-15:]])
+
+
+class Teacher(Command):
+    """`teacher.serve`; returns once it said that it is ready."""
+
+    def __init__(
+        self, model: Path, *arguments: object, cwd: Path, port: str = "*", wait: bool = True, threads: int = 1
+    ) -> None:
+        number = sum(path.name.startswith("ready-") for path in cwd.iterdir())
+        self._ready_file = cwd / f"ready-{number}-{port.replace('*', 'any')}"
+        super().__init__(
+            "teacher.serve",
+            "--model",
+            model,
+            "--listen",
+            f"tcp://127.0.0.1:{port}",
+            "--ready-file",
+            self._ready_file,
+            "--deterministic",
+            "--threads",
+            threads,
+            *arguments,
+            cwd=cwd,
+        )
+        if wait:
+            self.until_ready()
+
+    def until_ready(self) -> None:
+        self.until(self._ready_file.exists, "it was ready")
+
+    @property
+    def endpoint(self) -> str:
+        return self._ready_file.read_text().strip()
+
+
+class Student(Command):
+    """`student.train` with --out."""
+
+    def __init__(self, *arguments: object, out: Path, cwd: Path) -> None:
+        self.out = out
+        super().__init__("student.train", "--out", out, *arguments, cwd=cwd)
+
+    @property
+    def steps_taken(self) -> int:
+        with contextlib.suppress(FileNotFoundError):
+            return (self.out / "metrics.jsonl").read_bytes().count(b"\n")
+        return 0
+
+    def until_step(self, step: int) -> None:
+        self.until(lambda: self.steps_taken >= step, f"step {step}")
+
+    @property
+    def checkpoints(self) -> list[str]:
+        return sorted(path.name for path in (self.out / "checkpoints").glob("step-*"))
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        content: dict[str, Any] = json.loads((self.out / "summary.json").read_text())
+        return content
+
+
+def curve(out: Path) -> list[dict[str, Any]]:
+    """What the run computed, a step a line; floats as they are, to the bit."""
+    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [{name: record[name] for name in CURVE_FIELDS} for record in records]
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def _environment() -> dict[str, str]:
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    return inherited | {
+        # A test of a copy of the repository runs that copy, whatever is installed.
+        "PYTHONPATH": str(REPOSITORY),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
