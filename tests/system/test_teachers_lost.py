@@ -1,0 +1,178 @@
+"""R5, R6, R8: teachers are killed, stopped, restarted and drained during a run, and its curve stays the same."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.system.conftest import NUM_STEPS, Start
+from tests.system.processes import curve, free_port
+
+#: Enough steps are left after it for the loss of a teacher to be felt, whatever is prefetched.
+EARLY = 8
+
+
+def processes_with(text: str) -> list[int]:
+    """Pids of live processes whose open files or memory are named so."""
+    found = []
+    for process in Path("/proc").iterdir():
+        if process.name.isdigit():
+            try:
+                names = [os.readlink(fd) for fd in (process / "fd").iterdir()]
+            except OSError:
+                continue
+            if any(text in name for name in names):
+                found.append(int(process.name))
+    return found
+
+
+@pytest.mark.parametrize("transport", ["shm", "zmq"])
+def test_the_only_teacher_is_killed_and_restarted_at_its_port(
+    quiet_curve: list[dict[str, Any]], start_teacher: Start, start_student: Start, transport: str
+) -> None:
+    port = free_port()
+    teacher = start_teacher(port=port)
+    student = start_student("--teacher", f"tcp://127.0.0.1:{port}", "--transport", transport)
+    student.until_step(EARLY)
+    teacher.send(signal.SIGKILL)
+    assert teacher.wait() == -signal.SIGKILL
+    start_teacher(port=port)
+    student.succeed()
+    assert curve(student.out) == quiet_curve
+    assert "replica lost" in student.errors
+
+
+def test_one_of_two_teachers_is_killed(
+    endpoint: str, quiet_curve: list[dict[str, Any]], start_teacher: Start, start_student: Start
+) -> None:
+    doomed = start_teacher()
+    student = start_student("--teacher", f"{doomed.endpoint},{endpoint}")
+    student.until_step(EARLY)
+    doomed.send(signal.SIGKILL)
+    student.succeed()
+    assert curve(student.out) == quiet_curve
+    assert f"replica lost: {doomed.endpoint}" in student.errors
+
+
+@pytest.mark.parametrize("transport", ["shm", "zmq"])
+def test_a_stopped_teacher_loses_its_requests_to_the_other_one(
+    endpoint: str, quiet_curve: list[dict[str, Any]], start_teacher: Start, start_student: Start, transport: str
+) -> None:
+    """Case 62. It is woken up while the run goes on: what it still writes can't reach a live slot (R4)."""
+    stopped = start_teacher()
+    student = start_student(
+        *("--teacher", stopped.endpoint, endpoint, "--transport", transport),
+        *("--request-timeout", 0.5, "--peer-timeout", 2),
+    )
+    student.until_step(EARLY)
+    stopped.send(signal.SIGSTOP)
+    student.until_step(NUM_STEPS - 10)
+    stopped.send(signal.SIGCONT)
+    student.succeed()
+    assert curve(student.out) == quiet_curve
+    assert student.summary["retries"] >= 1, "it was asked while it was stopped"
+
+
+def test_a_teacher_that_stops_alone_ends_the_run_with_a_checkpoint_and_exit_3(
+    quiet_curve: list[dict[str, Any]], start_teacher: Start, start_student: Start
+) -> None:
+    stopped = start_teacher()
+    student = start_student(
+        *("--teacher", stopped.endpoint, "--request-timeout", 1, "--peer-timeout", 1, "--teacher-timeout", 2)
+    )
+    student.until_step(EARLY)
+    stopped.send(signal.SIGSTOP)
+    assert student.wait() == 3
+    assert re.search(rf"^student\.train: error: no replica has served.*{stopped.endpoint}", student.errors, re.M)
+    assert "Traceback" not in student.errors
+    taken = student.steps_taken
+    assert EARLY <= taken < NUM_STEPS, "it never goes on without its teacher"
+    assert student.checkpoints == [f"step-{taken:08d}"]
+    assert student.summary["ending"].startswith("TeacherLost: ")
+    assert student.summary["steps"] == taken
+    assert not (student.out / "model").exists()
+
+    stopped.send(signal.SIGCONT)
+    resumed = start_student("--teacher", stopped.endpoint, "--resume")
+    resumed.succeed()
+    assert curve(resumed.out) == quiet_curve
+
+
+def test_a_teacher_that_is_asked_to_end_finishes_what_it_holds(
+    endpoint: str, quiet_curve: list[dict[str, Any]], start_teacher: Start, start_student: Start
+) -> None:
+    leaving = start_teacher()
+    student = start_student("--teacher", leaving.endpoint, endpoint)
+    student.until_step(EARLY)
+    leaving.send(signal.SIGTERM)
+    assert leaving.wait() == 0
+    assert "Traceback" not in leaving.errors
+    student.succeed()
+    assert curve(student.out) == quiet_curve
+    assert student.summary["drops"] == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_an_idle_teacher_ends_at_once_when_asked(start_teacher: Start, number: signal.Signals) -> None:
+    teacher = start_teacher()
+    teacher.send(number)
+    assert teacher.wait() == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2])
+def test_the_curve_survives_deaths_stops_and_departures_at_random(
+    endpoint: str, start_teacher: Start, start_student: Start, seed: int
+) -> None:
+    print(f"seed {seed}")
+    dice = random.Random(seed)
+    quiet = start_student("--teacher", endpoint, "--steps", 400, out="quiet")
+    quiet.succeed()
+    ports = [free_port(), free_port()]
+    teachers = [start_teacher(port=port) for port in ports]
+    student = start_student(
+        *("--teacher", ",".join(f"tcp://127.0.0.1:{port}" for port in ports), "--steps", 400),
+        *("--request-timeout", 1, "--peer-timeout", 1, "--transport", dice.choice(["shm", "zmq"])),
+    )
+    deeds = 0
+    while student.poll() is None and student.steps_taken < 380:
+        which = dice.randrange(2)
+        number = dice.choice([signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM])
+        teachers[which].send(number)
+        if number == signal.SIGSTOP:
+            student.until_step(student.steps_taken + dice.randrange(1, 5))
+            teachers[which].send(signal.SIGCONT)
+        else:
+            teachers[which].wait()
+            teachers[which] = start_teacher(port=ports[which])
+        deeds += 1
+        student.until_step(min(student.steps_taken + dice.randrange(1, 20), 390))
+    student.succeed()
+    assert curve(student.out) == curve(quiet.out)
+    assert deeds >= 5
+
+
+def test_nothing_is_left_behind_when_both_sides_are_killed(start_teacher: Start, start_student: Start) -> None:
+    before = set(processes_with("memfd:disaggkd"))
+    port = free_port()
+    teacher = start_teacher(port=port)
+    student = start_student("--teacher", teacher.endpoint, "--transport", "shm", "--steps", 100000)
+    student.until_step(EARLY)
+    assert {teacher.pid, student.pid} >= set(processes_with("memfd:disaggkd")) - before, "the slots have no other owner"
+    assert student.pid in processes_with("memfd:disaggkd")
+    student.send(signal.SIGKILL)
+    student.wait()
+    teacher.until(lambda: "left" in teacher.errors, "it noticed that its student is gone")
+    teacher.until(lambda: teacher.pid not in processes_with("memfd:disaggkd"), "it let go of the slots")
+    teacher.send(signal.SIGKILL)
+    teacher.wait()
+    assert set(processes_with("memfd:disaggkd")) <= before
+    again = start_teacher(port=port)
+    again.send(signal.SIGTERM)
+    assert again.wait() == 0
