@@ -1,8 +1,9 @@
 """libucp itself, through ctypes: the functions and structures of its public C interface that we use.
 
-Which library: the one of the `libucx` wheel; a system's own where there is no wheel, or where the variable
-RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY says so, as with other users of that wheel. The interface has been stable since
-UCX 1.12, and its structures say themselves which of their fields are set; what follows those is left out here.
+Which library: the one that the variable DISAGGKD_LIBUCP names, else that of the `libucx` wheel; the system's where
+there is no wheel, or where RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY says so, as for other users of that wheel. The interface
+has been stable since UCX 1.12, and its structures say themselves which of their fields are set; what follows those is
+left out here.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ import importlib
 import importlib.util
 import os
 from ctypes import POINTER, c_char_p, c_int, c_int8, c_size_t, c_uint, c_uint32, c_uint64, c_void_p
+from pathlib import Path
 
 from ring.core.errors import ConfigError
 
+LIBRARY_VARIABLE = "DISAGGKD_LIBUCP"
 INSTALL = "pip install 'disaggkd[ucx]'"
 API_VERSION = (1, 12)
 OK, IN_PROGRESS, BUSY = 0, 1, -15
@@ -97,7 +100,7 @@ _FUNCTIONS = (
 
 def missing() -> str | None:
     """None: there is a UCX to try; else what to install."""
-    if importlib.util.find_spec("libucx") is not None or ctypes.util.find_library("ucp") is not None:
+    if LIBRARY_VARIABLE in os.environ or importlib.util.find_spec("libucx") or ctypes.util.find_library("ucp"):
         return None
     return f"there is no UCX: {INSTALL}, or a system UCX"
 
@@ -108,18 +111,26 @@ def load() -> ctypes.CDLL:
     reason = missing()
     if reason is not None:
         raise ConfigError(f"UCX can't be used: {reason}")
-    prefers_system = os.environ.get("RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY", "false").lower() not in ("false", "0", "")
     try:
-        if prefers_system or importlib.util.find_spec("libucx") is None:
-            library = ctypes.CDLL("libucp.so.0")
-        else:
-            library = next(one for one in importlib.import_module("libucx").load_library() if "libucp." in one._name)
+        library = _open()
         for name, result, arguments in _FUNCTIONS:
             function = getattr(library, name)
             function.restype, function.argtypes = result, arguments
     except (ImportError, OSError, AttributeError, StopIteration) as error:
         raise ConfigError(f"UCX can't be loaded ({error}): {INSTALL}, or a system UCX of 1.12 or newer") from error
     return library
+
+
+def _open() -> ctypes.CDLL:
+    named = os.environ.get(LIBRARY_VARIABLE)
+    if named is not None:
+        return ctypes.CDLL(named)
+    prefers_system = os.environ.get("RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY", "false").lower() not in ("false", "0", "")
+    if prefers_system or importlib.util.find_spec("libucx") is None:
+        return ctypes.CDLL("libucp.so.0")
+    # The wheel knows the order in which its libraries find each other.
+    loaded: list[ctypes.CDLL] = importlib.import_module("libucx").load_library()
+    return next(library for library in loaded if "libucp." in library._name)
 
 
 def status_of(pointer: int | None) -> int:
@@ -133,3 +144,18 @@ def status_of(pointer: int | None) -> int:
 def describe(status: int) -> str:
     """The error in words."""
     return str(load().ucs_status_string(status).decode())
+
+
+def path() -> str:
+    """Of the file that libucp was loaded from."""
+    load()
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if "libucp" in line:
+            return line.split(maxsplit=5)[5]
+    return "unknown"
+
+
+def has_module(name: str) -> bool:
+    """Whether this build of UCX can use those devices (ib: verbs, cuda), be there any or not."""
+    modules = Path(path()).parent / "ucx"
+    return any(modules.glob(f"libuct_{name}.so*")) or any(modules.glob(f"libuct_{name}-*.so*"))

@@ -40,6 +40,7 @@ _PAYLOAD = struct.Struct("<qQQQQ")
 _POLL_BUDGET_S = 2e-3  # then the owner's other work has its turn
 _GOODBYE_TIMEOUT_S = 0.2
 _SIOCGIFADDR = 0x8915
+INFINIBAND = Path("/sys/class/infiniband")
 
 
 def control_tag(token: bytes, direction: bytes) -> int:
@@ -204,7 +205,7 @@ def _is_readable(fd: int) -> bool:
 def rdma_devices() -> list[str]:
     """The RDMA devices of this machine with an active port, as UCX calls them."""
     found = []
-    for state in sorted(Path("/sys/class/infiniband").glob("*/ports/*/state")):
+    for state in sorted(INFINIBAND.glob("*/ports/*/state")):
         if "ACTIVE" in state.read_text():
             found.append(f"{state.parts[-4]}:{state.parts[-2]}")
     return found

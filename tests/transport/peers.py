@@ -253,6 +253,8 @@ def anonymous_bytes() -> int:
 
 def _serve(requests: Connection) -> None:
     torch.set_num_threads(1)
+    if "DISAGGKD_PEER_NET_DEVICES" in os.environ:  # the other end of a cable that both processes have
+        os.environ["UCX_NET_DEVICES"] = os.environ["DISAGGKD_PEER_NET_DEVICES"]
     side = Side(requests)
     # The test ends without asking for every result.
     with contextlib.suppress(EOFError, ConnectionError), requests:
