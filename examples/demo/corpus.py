@@ -22,8 +22,11 @@ HELD_OUT_OF = 20
 #: The student sees little text, as one does who distils for a narrow task: about 512 sequences of 256 tokens.
 STUDENT_CHARACTERS = 430_000
 EVAL_CHARACTERS = 160_000
-#: Tests of the standard library hold odd bytes and long tables; packages of others are not the standard library.
-_LEFT_OUT = {"test", "tests", "site-packages", "dist-packages", "idlelib", "lib2to3", "__pycache__", "ensurepip"}
+#: Left out: tests with their odd bytes, generated tables that read like no program, and packages of others.
+_LEFT_OUT = {
+    *("test", "tests", "encodings", "pydoc_data", "idlelib", "lib2to3", "ensurepip"),
+    *("site-packages", "dist-packages", "__pycache__"),
+}
 
 
 @dataclass(frozen=True)
