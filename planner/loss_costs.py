@@ -53,8 +53,9 @@ class LossShape:
     num_rows: counted rows. num_columns: real columns of this rank's vocabulary shard. teacher_hidden: 0 without a
     teacher. *_logit_bytes: bytes that one kept logit takes; *_logit_products: products a logit costs (2 where
     float32-grade logits are made of two 16-bit ones). state_bytes: an element of the product's operands; work_bytes:
-    of the statistics. num_block_buffers: block-sized buffers of the epilogue, the dots' aside; num_passes: passes
-    before the gradient can be written.
+    of the statistics; hidden_grad_bytes: of dX, in the dtype of the states as they come; casts_states: they are cast to
+    the operands' dtype, a window at a time. num_block_buffers: block-sized buffers of the epilogue, the dots' aside;
+    num_passes: passes before the gradient can be written.
     """
 
     num_rows: int
@@ -67,6 +68,8 @@ class LossShape:
     teacher_logit_products: int = 1
     state_bytes: int = 4
     work_bytes: int = 4
+    hidden_grad_bytes: int = 4
+    casts_states: bool = False
     num_block_buffers: int = 4
     num_passes: int = 1
     grad_hidden: bool = True
@@ -81,21 +84,22 @@ class LossPlan:
     window_rows: int
     tile_columns: int
     block_rows: int
+    state_cast_bytes: int
     student_plane_bytes: int
     teacher_plane_bytes: int
     scratch_bytes: int
 
     @property
     def workspace_bytes(self) -> int:
-        return self.student_plane_bytes + self.teacher_plane_bytes + self.scratch_bytes
+        return self.state_cast_bytes + self.student_plane_bytes + self.teacher_plane_bytes + self.scratch_bytes
 
 
 def plan_window(shape: LossShape, mode: Mode, rows: int, columns: int, block_elements: int) -> LossPlan:
     """The plan that handles `rows` x `columns` logits at a time.
 
-    The workspace is [student's logits | teacher's logits | block buffers]. Weight tiles are cast in the block buffers'
-    place before the statistics run; results of products are staged in the place of the teacher's logits and the block
-    buffers once the gradient is written: hence the maxima.
+    The workspace is [cast states | student's logits | teacher's logits | block buffers]. Weight tiles are cast in the
+    block buffers' place before the statistics run; results of products are staged in the place of the teacher's logits
+    and the block buffers once the gradient is written: hence the maxima.
     """
     rows, columns = max(rows, 1), max(columns, 1)
     block_rows = min(rows, max(1, block_elements // columns))
@@ -110,11 +114,16 @@ def plan_window(shape: LossShape, mode: Mode, rows: int, columns: int, block_ele
     # Staged: the sum of dX in work precision, one product of it, and a tile of weight or of dW.
     staged_bytes = aligned(rows * hidden * shape.work_bytes) + aligned(rows * hidden * shape.state_bytes) + cast_bytes
     scratch_bytes = max(scratch_bytes, staged_bytes - teacher_bytes)
+    state_cast_bytes = 0
+    if shape.casts_states:
+        widths = (shape.student_hidden, shape.teacher_hidden)
+        state_cast_bytes = sum(aligned(rows * width * shape.state_bytes) for width in widths)
     return LossPlan(
         mode=mode,
         window_rows=rows,
         tile_columns=columns,
         block_rows=block_rows,
+        state_cast_bytes=state_cast_bytes,
         student_plane_bytes=student_bytes,
         teacher_plane_bytes=teacher_bytes,
         scratch_bytes=aligned(scratch_bytes),
@@ -190,7 +199,7 @@ def statistics_bytes(shape: LossShape) -> int:
 
 def gradient_bytes(shape: LossShape, mode: Mode) -> int:
     """The gradients themselves: dX (in recompute also summed in work precision) and dW in work precision."""
-    grad_hidden = shape.num_rows * shape.student_hidden * shape.state_bytes if shape.grad_hidden else 0
+    grad_hidden = shape.num_rows * shape.student_hidden * shape.hidden_grad_bytes if shape.grad_hidden else 0
     if mode == "recompute" and shape.grad_hidden:
         grad_hidden += shape.num_rows * shape.student_hidden * shape.work_bytes
     grad_weight = shape.num_columns * shape.student_hidden * shape.work_bytes if shape.grad_weight else 0

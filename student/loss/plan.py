@@ -28,8 +28,10 @@ def work_dtype(hidden: Tensor) -> torch.dtype:
 
 def logit_planes(call: LossCall, hidden: Tensor, head: Head) -> tuple[torch.dtype, ...]:
     """The dtypes that one side's logits are kept in."""
-    dtype = product_dtype(hidden, head.weight)
-    return plane_dtypes(dtype, device_type=hidden.device.type, precision=call.options.precision)
+    precision = call.options.precision
+    return plane_dtypes(
+        product_dtype(hidden, head.weight, precision), device_type=hidden.device.type, precision=precision
+    )
 
 
 def make_epilogue(call: LossCall, mode: Mode) -> Epilogue:
@@ -43,6 +45,7 @@ def make_epilogue(call: LossCall, mode: Mode) -> Epilogue:
     if call.teacher_hidden is not None and call.teacher_head is not None:
         teacher_planes = logit_planes(call, call.teacher_hidden, call.teacher_head)
     fused = mode == "keep" and call.vocab_group is None
+    operand_dtype = product_dtype(call.student_hidden, call.student_head.weight, options.precision)
     return Epilogue(
         entry=entry,
         mix=entry.mix(options) if entry else 0.0,
@@ -53,7 +56,7 @@ def make_epilogue(call: LossCall, mode: Mode) -> Epilogue:
         student_head=call.student_head,
         teacher_head=call.teacher_head,
         num_planes=max(len(student_planes), len(teacher_planes)),
-        in_place_student=fused and student_planes == (dtype,) and call.student_hidden.dtype == dtype,
+        in_place_student=fused and student_planes == (dtype,) and operand_dtype == dtype,
         in_place_teacher=fused and teacher_planes == (dtype,),
     )
 
@@ -62,10 +65,14 @@ def loss_shape(call: LossCall, epilogue: Epilogue) -> LossShape:
     """The call in the planner's numbers."""
     student_planes = logit_planes(call, call.student_hidden, call.student_head)
     teacher_planes: tuple[torch.dtype, ...] = ()
-    state_bytes = call.student_hidden.dtype.itemsize
+    precision, given_bytes = call.options.precision, call.student_hidden.dtype.itemsize
+    state_bytes = product_dtype(call.student_hidden, call.student_head.weight, precision).itemsize
+    casts_states = state_bytes != given_bytes
     if call.teacher_hidden is not None and call.teacher_head is not None:
         teacher_planes = logit_planes(call, call.teacher_hidden, call.teacher_head)
-        state_bytes = max(state_bytes, product_dtype(call.teacher_hidden, call.teacher_head.weight).itemsize)
+        teacher_dtype = product_dtype(call.teacher_hidden, call.teacher_head.weight, precision)
+        state_bytes = max(state_bytes, teacher_dtype.itemsize)
+        casts_states |= teacher_dtype != call.teacher_hidden.dtype
     return LossShape(
         num_rows=call.rows.count,
         num_columns=call.student_head.num_real_columns,
@@ -76,6 +83,8 @@ def loss_shape(call: LossCall, epilogue: Epilogue) -> LossShape:
         student_logit_products=len(student_planes),
         teacher_logit_products=max(len(teacher_planes), 1),
         state_bytes=state_bytes,
+        hidden_grad_bytes=given_bytes,
+        casts_states=casts_states,
         work_bytes=epilogue.dtype.itemsize,
         num_block_buffers=epilogue.num_buffers,
         num_passes=epilogue.entry.num_passes if epilogue.entry else 1,

@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from planner.loss_costs import LossPlan
+from planner.loss_costs import LossPlan, aligned
 from student.loss.call import LossCall
 from student.loss.epilogue import Epilogue, Window
 from student.loss.head import Head
 from student.loss.plan import logit_planes
-from student.loss.products import Arena, add_hidden_gradient, add_weight_gradient, write_logits
+from student.loss.products import Arena, add_hidden_gradient, add_weight_gradient, product_dtype, write_logits
 from student.loss.statistics import INFINITE_DIVERGENCE, Field, RowStatistics
 
 
@@ -69,7 +69,7 @@ class LossRun:
         arena, group, rows_a_block = self._arena(), self.call.vocab_group, self.plan.block_rows
         scales = self._scales(scale)
         for start, stop in self._windows():
-            window, hidden_RH = None, self.call.rows.pick(self.call.student_hidden, start, stop)
+            window, hidden_RH = None, self._student_states(arena, start, stop)
             if self.num_columns:
                 window = self._window(arena, hidden_RH, (start, stop), (0, self.num_columns), scales, grads)
             room = self._scratch(arena)
@@ -96,13 +96,14 @@ class LossRun:
         weight_VH, group, num_columns = self.call.student_head.weight, self.call.vocab_group, self.num_columns
         if grads.hidden is not None:
             stop = start + hidden_RH.shape[0]
-            in_one_piece = weight_VH.dtype == hidden_RH.dtype and group is None
+            given_dtype = grads.hidden.dtype
+            in_one_piece = weight_VH.dtype == hidden_RH.dtype == given_dtype and group is None
             staging = self._staging(arena)
-            in_place = self.call.rows.index is None and (in_one_piece or hidden_RH.dtype == self.epilogue.dtype)
+            in_place = self.call.rows.index is None and (in_one_piece or given_dtype == self.epilogue.dtype)
             if in_place:
                 total_RH = grads.hidden[start:stop]
             else:
-                total_RH = staging.take(hidden_RH.shape, hidden_RH.dtype if in_one_piece else self.epilogue.dtype)
+                total_RH = staging.take(hidden_RH.shape, given_dtype if in_one_piece else self.epilogue.dtype)
             if window is None:
                 total_RH.zero_()
             else:
@@ -200,11 +201,21 @@ class LossRun:
 
     def _scratch(self, arena: Arena) -> Arena:
         """The room of block buffers and cast weights."""
-        return arena.since(self.plan.student_plane_bytes + self.plan.teacher_plane_bytes)
+        plan = self.plan
+        return arena.since(plan.state_cast_bytes + plan.student_plane_bytes + plan.teacher_plane_bytes)
 
     def _staging(self, arena: Arena) -> Arena:
         """The room of staged products: once the gradient is written, the teacher's logits and the blocks are dead."""
-        return arena.since(self.plan.student_plane_bytes)
+        return arena.since(self.plan.state_cast_bytes + self.plan.student_plane_bytes)
+
+    def _student_states(self, arena: Arena, start: int, stop: int) -> Tensor:
+        """Rows start..stop of the student's states in the dtype of the products."""
+        call = self.call
+        return self._cast(call.rows.pick(call.student_hidden, start, stop), call.student_head, arena.since(0))
+
+    def _cast(self, hidden_RH: Tensor, head: Head, room: Arena) -> Tensor:
+        dtype = product_dtype(hidden_RH, head.weight, self.call.options.precision)
+        return hidden_RH if hidden_RH.dtype == dtype else room.take(hidden_RH.shape, dtype).copy_(hidden_RH)
 
     def _windows(self) -> Iterator[tuple[int, int]]:
         for start in range(0, self.call.rows.count, self.plan.window_rows):
@@ -217,7 +228,7 @@ class LossRun:
         for first in range(0, self.num_columns, self.plan.tile_columns):
             last = min(first + self.plan.tile_columns, self.num_columns)
             for start, stop in self._windows():
-                hidden_RH = self.call.rows.pick(self.call.student_hidden, start, stop)
+                hidden_RH = self._student_states(arena, start, stop)
                 yield (
                     self._window(arena, hidden_RH, (start, stop), (first, last), scales, grads),
                     hidden_RH,
@@ -247,18 +258,24 @@ class LossRun:
         """A window with its logits made."""
         call, dtype, (start, stop), (first, last) = self.call, self.epilogue.dtype, rows, columns
         shape = (stop - start, last - first)
-        room, student_head = arena.since(0), call.student_head
-        planes_RC = [room.take(shape, plane) for plane in logit_planes(call, hidden_RH, student_head)]
+        room, student_head = arena.since(self.plan.state_cast_bytes), call.student_head
+        planes_RC = [room.take(shape, plane) for plane in logit_planes(call, call.student_hidden, student_head)]
         write_logits(hidden_RH, student_head.weight, first, last, planes_RC, self._scratch(arena))
         grad_RC = planes_RC[0]
         if grad_RC.dtype != hidden_RH.dtype:
             # The gradient's 16-bit rows go over float32 rows of logits that lie before them and are dead by then.
-            grad_RC = arena.since(0).take(shape, hidden_RH.dtype)
+            grad_RC = arena.since(self.plan.state_cast_bytes).take(shape, hidden_RH.dtype)
         teacher_planes_RC: list[Tensor] = []
         teacher_scale_R, teacher_bias_C = None, None
         if call.teacher_hidden is not None and call.teacher_head is not None:
             teacher_RH = call.rows.pick_teacher(call.teacher_hidden, start, stop)
-            room = arena.since(self.plan.student_plane_bytes)
+            # Behind the room of the student's cast states.
+            width = call.student_hidden.shape[1]
+            student_bytes = (
+                aligned((stop - start) * width * hidden_RH.dtype.itemsize) if self.plan.state_cast_bytes else 0
+            )
+            teacher_RH = self._cast(teacher_RH, call.teacher_head, arena.since(student_bytes))
+            room = arena.since(self.plan.state_cast_bytes + self.plan.student_plane_bytes)
             planes = logit_planes(call, call.teacher_hidden, call.teacher_head)
             teacher_planes_RC = [room.take(shape, plane) for plane in planes]
             write_logits(teacher_RH, call.teacher_head.weight, first, last, teacher_planes_RC, self._scratch(arena))

@@ -40,6 +40,7 @@ LARGE = LossShape(
     student_logit_products=2,
     teacher_logit_products=2,
     state_bytes=2,
+    hidden_grad_bytes=2,
     num_block_buffers=4,
     num_passes=2,
 )
@@ -112,6 +113,7 @@ class CountedLoss(PlannedLoss):
 @pytest.mark.parametrize("mode", ["keep", "recompute"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.usefixtures("matrix_units")
 def test_flops_are_what_the_closed_form_says(divergence: str, mode: Mode, dtype: torch.dtype, frozen: bool) -> None:
     problem = random_problem(61, num_rows=24, num_columns=200, dtype=dtype, masked_frac=0.0)
     problem.student_weight.requires_grad_(not frozen)
@@ -123,6 +125,23 @@ def test_flops_are_what_the_closed_form_says(divergence: str, mode: Mode, dtype:
     assert counter.get_total_flops() == loss_flops(loss.shape, mode)
     if mode == "keep" and dtype == torch.float32:
         assert counter.get_total_flops() == floor_flops(loss.shape)
+
+
+@pytest.mark.parametrize("mode", ["keep", "recompute"])
+@pytest.mark.parametrize("precision", ["fp32", "fast"])
+def test_the_workspace_is_the_closed_form_on_either_kind_of_cpu(mode: Mode, precision: str, matrix_units: bool) -> None:
+    problem = random_problem(64, num_rows=24, num_columns=200, dtype=torch.bfloat16, masked_frac=0.0)
+    arguments, keywords = problem.arguments()
+    loss = CountedLoss.from_options(LossOptions(divergence="jsd", precision=precision))
+    loss.mode, loss.rows, loss.columns, loss.block_elements = mode, 10, 64, 400
+    loss(*arguments, **keywords).loss.backward()
+    has_two_planes = precision == "fp32" and matrix_units
+    casts = precision == "fp32" and not matrix_units
+    assert loss.shape.student_logit_bytes == (2 if precision == "fast" else 4)
+    assert loss.shape.student_logit_products == (2 if has_two_planes else 1)
+    assert (loss.shape.casts_states, loss.shape.state_bytes) == (casts, 4 if casts else 2)
+    # dX is made in the states' dtype whatever the products run in.
+    assert loss.shape.hidden_grad_bytes == 2
 
 
 def test_frozen_sides_cost_no_gradient_memory() -> None:

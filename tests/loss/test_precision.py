@@ -12,6 +12,7 @@ from student.loss import FullLogitsLoss, Head, KDLoss, LossOptions
 from student.loss.divergences import DIVERGENCES
 from tests.loss.problems import Answer, Problem, planned_loss, random_problem, relative_error
 
+pytestmark = pytest.mark.usefixtures("matrix_units")
 both_modes = pytest.mark.parametrize("mode", ["keep", "recompute"])
 every_divergence = pytest.mark.parametrize("divergence", DIVERGENCES)
 
