@@ -2,7 +2,8 @@
 
 Two processes. In every round, one after the other: a plain copy of the same bytes into the same slots, a bare TCP
 stream received into them, and each transport with the credit loop of the ring (a slot is asked for again once its fill
-came). shm is held against the copy, zmq against the stream; figures are medians over rounds of ratios within a round.
+came). shm is held against the copy, zmq against the stream, ucx (where it is installed) against a minimal loop on UCX's
+own calls over the same of its transports; figures are medians over rounds of ratios within a round.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from bench.processes import queued_s
 from bench.records import RECORDS_DIR, Check, Record, Spread, write_record
 from bench.report import console, exit_code, print_checks, print_spreads
 from bench.transport_teacher import HANG_TIMEOUT_S, Open, Put, Stream, Teacher, cpu_s, source, teacher
+from bench.transport_ucx import UCX_COPIES, UCX_WAYS, Bare, bare_receive, bare_worker, progress, ucx_transports
 from ring.command import flag, parse, run, set_up_logging
 from ring.core.errors import ConfigError, TransportError
 from ring.core.messages import FillId
@@ -33,7 +35,9 @@ from transport.contract import Receiver, wait_readable
 from transport.memory import SlotArena
 
 PROG = "bench.transport"
-SHM_TARGET, ZMQ_TARGET = 0.80, 0.85
+SHM_TARGET, ZMQ_TARGET, UCX_TARGET = 0.80, 0.85, 0.85
+#: From this slot size on the target of ucx holds; below it the round trips of a fill count.
+UCX_TARGET_BYTES = 4 << 20
 #: This far below its target a ratio fails the bench.
 MARGIN = 0.15
 MEMCPY, STREAM = "memcpy", "bare socket"
@@ -141,6 +145,7 @@ def _record(config: TransportConfig, paces: dict[str, list[Pace]]) -> Record:
             limit=ZMQ_TARGET - MARGIN,
             at_most=False,
         ),
+        *_ucx_checks(config, paces, ratio),
         Check(name="zmq with CRC over a bare socket stream", measured=ratio("zmq with CRC", STREAM)),
         *(Check(name=f"{name}: CPU of both sides", measured=s.median, unit="s/GB") for name, s in cpu.items()),
     )
@@ -156,6 +161,21 @@ def _record(config: TransportConfig, paces: dict[str, list[Pace]]) -> Record:
         checks=checks,
         notes=_notes(paces),
     )
+
+
+def _ucx_checks(
+    config: TransportConfig, paces: dict[str, list[Pace]], ratio: Callable[[str, str], float]
+) -> Iterator[Check]:
+    is_large = config.slot_bytes >= UCX_TARGET_BYTES
+    for name in UCX_WAYS:
+        if name in paces:
+            yield Check(
+                name=f"{name} over UCX's own minimal loop",
+                measured=ratio(name, f"bare {name}"),
+                target=UCX_TARGET if is_large else None,
+                limit=UCX_TARGET - MARGIN if is_large else None,
+                at_most=False,
+            )
 
 
 def _notes(paces: dict[str, list[Pace]]) -> tuple[str, ...]:
@@ -177,14 +197,26 @@ def _ways(config: TransportConfig) -> Iterator[list[Way]]:
     receivers: dict[str, Receiver] = {}
     try:
         with teacher(num_sources=config.depth, source_bytes=config.slot_bytes) as process:
-            for backend in ("shm", "zmq"):
-                receivers[backend] = registry.load(backend).open_receiver(arena, bind_host="127.0.0.1")
-                _connect(process, backend, receivers[backend], arena)
+            has_ucx = registry.unavailable("ucx") is None
+            channels: dict[str, tuple[str, str | None]] = {"shm": ("shm", None), "zmq": ("zmq", None)}
+            channels |= {name: ("ucx", tls) for name, tls in UCX_WAYS.items() if has_ucx}
+            for name, (backend, tls) in channels.items():
+                with ucx_transports(tls):
+                    receivers[name] = registry.load(backend).open_receiver(arena, bind_host="127.0.0.1")
+                _connect(process, name, backend, tls, receivers[name], arena)
 
-            def fills(backend: str, *, with_crc: bool = False) -> Callable[[], Pace]:
+            def fills(channel: str, *, with_crc: bool = False) -> Callable[[], Pace]:
                 def measure() -> Pace:
-                    pace = _fills(config, process, backend, receivers[backend], arena, with_crc=with_crc)
-                    _check(arena, sources[: config.fills], what=backend)
+                    pace = _fills(config, process, channel, receivers[channel], arena, with_crc=with_crc)
+                    _check(arena, sources[: config.fills], what=channel)
+                    return pace
+
+                return measure
+
+            def bare(tls: str) -> Callable[[], Pace]:
+                def measure() -> Pace:
+                    pace = _bare(config, process, tls, arena)
+                    _check(arena, sources[: config.fills], what=f"the minimal loop over {tls}")
                     return pace
 
                 return measure
@@ -195,6 +227,15 @@ def _ways(config: TransportConfig) -> Iterator[list[Way]]:
                 Way(name=STREAM, copies="through the kernel", measure=lambda: _stream(config, process, arena)),
                 Way(name="zmq", copies="through the kernel + 1", measure=fills("zmq")),
                 Way(name="zmq with CRC", copies="through the kernel + 1", measure=fills("zmq", with_crc=True)),
+                *(
+                    way
+                    for name, tls in UCX_WAYS.items()
+                    if has_ucx
+                    for way in (
+                        Way(name=f"bare {name}", copies=UCX_COPIES[name], measure=bare(tls)),
+                        Way(name=name, copies=UCX_COPIES[name], measure=fills(name)),
+                    )
+                ),
             ]
     finally:
         for receiver in receivers.values():
@@ -203,8 +244,10 @@ def _ways(config: TransportConfig) -> Iterator[list[Way]]:
         arena.close()
 
 
-def _connect(process: Teacher, backend: str, receiver: Receiver, arena: SlotArena) -> None:
-    process.start(Open(backend, receiver.describe(), arena.num_slots, arena.slot_bytes))
+def _connect(
+    process: Teacher, channel: str, backend: str, tls: str | None, receiver: Receiver, arena: SlotArena
+) -> None:
+    process.start(Open(backend, receiver.describe(), arena.num_slots, arena.slot_bytes, channel=channel, tls=tls))
     while not process.is_done():
         receiver.poll()
         wait_readable(receiver, time.monotonic() + HANG_TIMEOUT_S, what="the bench's teacher")
@@ -269,6 +312,21 @@ def _fills(
     while not process.is_done():  # acknowledgements still have to leave
         receiver.poll()
     return clock.pace(config, teacher_cpu_s=process.result())
+
+
+def _bare(config: TransportConfig, process: Teacher, tls: str, arena: SlotArena) -> Pace:
+    slots = [arena.buffer(slot)[: config.slot_bytes] for slot in range(config.depth)]
+    worker = bare_worker(tls)
+    try:
+        process.start(Bare(tls, worker.address(), config.fills))
+        clocks: list[_Clock] = []
+        bare_receive(worker, slots, config.fills, on_begin=lambda: clocks.append(_Clock()))
+        clocks[0].stop()
+        while not process.is_done():  # it has to learn that all was fetched
+            progress(worker)
+    finally:
+        worker.close()
+    return clocks[0].pace(config, teacher_cpu_s=process.result())
 
 
 class _Clock:

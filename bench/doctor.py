@@ -209,7 +209,7 @@ def measure(seconds: float) -> Iterator[Finding]:
 def _loopback(name: str, process: Teacher, arena: SlotArena, seconds: float) -> float:
     receiver = registry.load(name).open_receiver(arena, bind_host="127.0.0.1")
     try:
-        process.start(Open(name, receiver.describe(), arena.num_slots, arena.slot_bytes))
+        process.start(Open(name, receiver.describe(), arena.num_slots, arena.slot_bytes, channel=name))
         _wait(process, receiver)
         process.result()
         warm_gb_per_s = _fills(name, process, receiver, 2 * _DEPTH)

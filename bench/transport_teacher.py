@@ -16,6 +16,7 @@ from multiprocessing.connection import Connection
 import crc32c
 import torch
 
+from bench.transport_ucx import Bare, bare_send, ucx_transports
 from ring.core.errors import DisaggKDError, TransportError
 from ring.core.messages import Description, FillId
 from transport import registry
@@ -28,19 +29,21 @@ HANG_TIMEOUT_S = 120.0
 
 @dataclass(frozen=True)
 class Open:
-    """Become the teacher of a channel."""
+    """Become the teacher of a channel. `tls`: which transports of UCX it uses, where it is one of UCX."""
 
     backend: str
     description: Description
     num_slots: int
     slot_bytes: int
+    channel: str
+    tls: str | None = None
 
 
 @dataclass(frozen=True)
 class Put:
-    """Put `num_fills` on that backend's channel: each when a byte of credit comes through the pipe."""
+    """Put `num_fills` on that channel: each when a byte of credit comes through the pipe."""
 
-    backend: str
+    channel: str
     num_fills: int
     with_crc: bool
 
@@ -53,7 +56,7 @@ class Stream:
     num_fills: int
 
 
-Task = Open | Put | Stream
+Task = Open | Put | Stream | Bare
 
 
 def cpu_s() -> float:
@@ -132,16 +135,19 @@ def _serve(tasks: Connection, credits: Connection, num_sources: int, source_byte
             try:
                 match task:
                     case Open():
-                        senders[task.backend] = registry.load(task.backend).open_sender(
-                            task.description,
-                            num_slots=task.num_slots,
-                            slot_bytes=task.slot_bytes,
-                            timeout_s=OPEN_TIMEOUT_S,
-                        )
+                        with ucx_transports(task.tls):
+                            senders[task.channel] = registry.load(task.backend).open_sender(
+                                task.description,
+                                num_slots=task.num_slots,
+                                slot_bytes=task.slot_bytes,
+                                timeout_s=OPEN_TIMEOUT_S,
+                            )
                     case Put():
-                        _put(senders[task.backend], credits.fileno(), sources, task)
+                        _put(senders[task.channel], credits.fileno(), sources, task)
                     case Stream():
                         _stream(task, sources)
+                    case Bare():
+                        bare_send(task, sources)
                 tasks.send(cpu_s() - before_s)
             except DisaggKDError as error:
                 tasks.send(error)
