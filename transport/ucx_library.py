@@ -9,12 +9,12 @@ left out here.
 from __future__ import annotations
 
 import ctypes
-import ctypes.util
 import functools
 import importlib
 import importlib.util
 import os
 from ctypes import POINTER, c_char_p, c_int, c_int8, c_size_t, c_uint, c_uint32, c_uint64, c_void_p
+from ctypes.util import find_library
 from pathlib import Path
 
 from ring.core.errors import ConfigError
@@ -100,7 +100,7 @@ _FUNCTIONS = (
 
 def missing() -> str | None:
     """None: there is a UCX to try; else what to install."""
-    if LIBRARY_VARIABLE in os.environ or importlib.util.find_spec("libucx") or ctypes.util.find_library("ucp"):
+    if LIBRARY_VARIABLE in os.environ or importlib.util.find_spec("libucx") or find_library("ucp"):
         return None
     return f"there is no UCX: {INSTALL}, or a system UCX"
 

@@ -64,6 +64,7 @@ class Link:
         self._other_tag = control_tag(token, speaks)
         self._connection: Connection | None = None
         self._pidfd = -1
+        self._process_end = select.poll()
         self._process_is_gone = False
         self._reading: deque[tuple[Transfer, bytearray]] = deque()
         self._is_busy = False
@@ -93,7 +94,7 @@ class Link:
         """What became of the other side; None: it is there, as far as can be told."""
         if self._connection is not None and self._connection.error is not None:
             return f"its connection ended: {self._connection.error}"
-        if self._process_is_gone or (self._pidfd >= 0 and _is_readable(self._pidfd)):
+        if self._process_is_gone or (self._pidfd >= 0 and self._process_end.poll(0)):
             return "its process ended"
         return None
 
@@ -104,6 +105,7 @@ class Link:
         if host == host_id() and pid != os.getpid():
             try:
                 self._pidfd = os.pidfd_open(pid)
+                self._process_end.register(self._pidfd, select.POLLIN)
                 self._news.register(self._pidfd, select.EPOLLIN)
             except ProcessLookupError:
                 self._process_is_gone = True
@@ -191,12 +193,6 @@ def _say_goodbye(worker: Worker, connection: Connection, tag: int) -> None:
         worker.progress(budget_s=_POLL_BUDGET_S)
     except TransportError:
         return  # it broke meanwhile, which the other side sees as well
-
-
-def _is_readable(fd: int) -> bool:
-    poller = select.poll()
-    poller.register(fd, select.POLLIN)
-    return bool(poller.poll(0))
 
 
 # ---- devices -------------------------------------------------------------------------------------------------------

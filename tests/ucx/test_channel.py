@@ -1,0 +1,153 @@
+"""What is particular to UCX: nothing is loaded or set before it is needed; tags, strangers, ends in bounded time."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from ring.core.errors import ConfigError, DeadlineExceeded, PeerLost, RemoteProtocolError
+from ring.core.messages import FillId
+from tests.transport.peers import HANG_GUARD_S, Peer, payload, payload_digest, resources
+from tests.ucx.conftest import REPOSITORY
+from transport import registry, ucx, ucx_library
+from transport.memory import SlotArena
+from transport.ucx_link import TO_STUDENT, TO_TEACHER, control_tag, net_devices, payload_tag
+from transport.ucx_receiver import UcxReceiver
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def peer() -> Iterator[Peer]:
+    made = Peer(in_thread=False)
+    yield made
+    made.end()
+
+
+@pytest.fixture
+def channel(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> Iterator[tuple[SlotArena, UcxReceiver]]:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    arena = SlotArena(2, 4 * MIB)
+    receiver = ucx.open_receiver(arena, bind_host="127.0.0.1")
+    yield arena, receiver
+    receiver.close()
+    receiver.forget()
+    arena.close()
+
+
+def python(code: str) -> str:
+    run = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    return run.stdout.strip()
+
+
+def test_importing_the_backend_loads_no_ucx_and_opening_it_sets_no_variable() -> None:
+    assert python("import transport.ucx; print('libucp' in open('/proc/self/maps').read())") == "False"
+    code = "import os; before = dict(os.environ); from transport import ucx_core; ucx_core.context(); "
+    assert python(code + "print(before == dict(os.environ))") == "True"
+
+
+def test_without_the_extra_ucx_says_what_to_install_and_auto_goes_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "libucx" else find_spec(name))
+    monkeypatch.setattr(ucx_library, "find_library", lambda name: None)
+    assert "ucx" not in registry.offered("auto")
+    with pytest.raises(ConfigError, match=r"pip install 'disaggkd\[ucx\]'"):
+        registry.load("ucx")
+    with pytest.raises(ConfigError, match=r"pip install 'disaggkd\[ucx\]'"):
+        registry.offered("ucx")
+
+
+def test_a_library_that_can_not_be_loaded_is_named() -> None:
+    code = "from transport import ucx_core\ntry: ucx_core.context()\nexcept Exception as e: print(type(e).__name__, e)"
+    env = {**os.environ, ucx_library.LIBRARY_VARIABLE: "/nowhere/libucp.so.0"}
+    run = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, env=env, capture_output=True, text=True)
+    assert run.stdout.startswith("ConfigError")
+    assert "/nowhere/libucp.so.0" in run.stdout
+
+
+def test_every_part_of_a_fill_and_of_the_token_makes_another_tag() -> None:
+    tokens = (bytes(32), bytes(31) + b"\1")
+    fills = [FillId(*numbers) for numbers in itertools.product((-1, 0, 1, 2**62), (0, 1, 2**62), (0, 1))]
+    tags = {
+        *(control_tag(token, direction) for token in tokens for direction in (TO_STUDENT, TO_TEACHER)),
+        *(payload_tag(token, fill, n, part) for token in tokens for fill in fills for n in (1, 2) for part in (0, 1)),
+    }
+    assert len(tags) == 2 * (2 + len(fills) * 4)
+    assert all(0 <= tag < 2**64 for tag in tags)
+
+
+def test_who_does_not_know_the_token_is_not_heard(channel: tuple[SlotArena, UcxReceiver], peer: Peer) -> None:
+    arena, receiver = channel
+    forged = {**receiver.describe(), "token": bytes(32)}
+    with pytest.raises(DeadlineExceeded):
+        ucx.open_sender(forged, num_slots=2, slot_bytes=arena.slot_bytes, timeout_s=0.2)
+    assert receiver.poll() == []
+    peer.connect_to(receiver, arena, "ucx")
+    receiver.arm(FillId(1, 1, 0), num_bytes=MIB)
+    peer.start("put", FillId(1, 1, 0), MIB)
+    assert [arrival.fill for arrival in receiver.wait(timeout_s=HANG_GUARD_S)] == [FillId(1, 1, 0)]
+
+
+@pytest.mark.parametrize("missing", ["address", "token", "host", "host_id", "pid"])
+def test_a_description_that_makes_no_sense_is_refused(channel: tuple[SlotArena, UcxReceiver], missing: str) -> None:
+    description = {key: value for key, value in channel[1].describe().items() if key != missing}
+    with pytest.raises(RemoteProtocolError, match="described by"):
+        ucx.open_sender(description, num_slots=2, slot_bytes=4 * MIB, timeout_s=1.0)
+
+
+def test_slots_of_another_size_are_refused(channel: tuple[SlotArena, UcxReceiver], peer: Peer) -> None:
+    arena, receiver = channel
+    peer.start("open_sender", "ucx", dict(receiver.describe()), arena.num_slots, arena.slot_bytes * 2)
+    with pytest.raises(PeerLost):
+        receiver.wait(timeout_s=HANG_GUARD_S)
+    with pytest.raises(RemoteProtocolError, match="greeting"):
+        peer.result()
+
+
+def test_more_parts_than_an_announcement_has_room_for_arrive_as_one(peer: Peer) -> None:
+    whole = payload(3, 2000 * 64)
+    sender = peer.accept("ucx", num_slots=1, slot_bytes=MIB)
+    peer.call("arm", [FillId(3, 1, 0)], whole.numel())
+    sender.put(FillId(3, 1, 0), header=b"h", parts=list(torch.split(whole, 64)))
+    peer.start("receive", 1)
+    assert peer.result_while_polling(sender)[0] == [(FillId(3, 1, 0), b"h", payload_digest(3, whole.numel()))]
+    sender.close()
+
+
+def test_a_sender_closes_and_leaks_nothing_while_its_student_is_stopped_in_the_middle(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: object
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+
+    def life() -> None:
+        student = Peer(in_thread=False)
+        sender = student.accept("ucx", num_slots=2, slot_bytes=4 * MIB)
+        student.call("arm", [FillId(seq, 1, seq) for seq in range(2)], 4 * MIB)
+        student.stop()
+        for seq in range(2):
+            sender.put(FillId(seq, 1, seq), header=b"", parts=[payload(seq, 4 * MIB)])
+        assert sender.poll() == []
+        sender.close()
+        student.kill()
+        student.end()
+
+    life()
+    before = resources()
+    for _ in range(3):
+        life()
+    assert resources() == before
+
+
+def test_an_address_is_turned_into_the_devices_that_have_it() -> None:
+    assert net_devices("127.0.0.1") == "lo"
+    assert net_devices("localhost") == "lo"
+    for bad in ("0.0.0.0", "no.such.host.invalid"):
+        with pytest.raises(ConfigError, match=bad.replace(".", r"\.")):
+            net_devices(bad)
