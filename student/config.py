@@ -13,6 +13,9 @@ DEFAULT_ENDPOINT = "tcp://127.0.0.1:5555"
 #: Where `make demo` leaves its models; the bare command uses them.
 DEMO_DIR = Path("runs/demo")
 
+#: Of a run's name, as messages to replicas may carry it.
+MAX_NAME_BYTES = 256
+
 Precision = Literal["bf16", "fp32", "fp64"]
 
 
@@ -109,6 +112,9 @@ class TrainConfig:
         for name in ("steps", "epochs", "workspace_bytes"):
             value = getattr(self, name)
             _require(self, name, value is None or value >= 1, ">= 1")
+        if len(self.run_name.encode()) > MAX_NAME_BYTES:
+            num_bytes = len(self.run_name.encode())
+            raise ConfigError(f"--run-name must have at most {MAX_NAME_BYTES} bytes, got {num_bytes}")
         if self.steps is not None and self.epochs is not None:
             raise ConfigError(f"--steps {self.steps} and --epochs {self.epochs}: give one of them")
         if self.kd_weight == 0 and self.ce_weight == 0:

@@ -33,8 +33,8 @@ class StepMetrics:
     and `seq_last` bound the step's microbatches, `position` counts the samples trained so far. `step_s` runs from the
     end of one step to the end of the next, evaluation and checkpoints aside. `teacher_s`: the teachers' forward passes
     for this step. `student_stall_s`: this process waited for fills; `teacher_stall_s`: teachers waited for requests
-    (both within this step). `ring_occupancy`: slots that were filled as the step began. `bytes_received`, `retries`
-    (attempts given up), `peak_rss_bytes`: of this process so far; a resumed run counts anew.
+    (both within this step). `ring_occupancy`: slots that were filled or leased as the step began. `bytes_received`,
+    `retries` (attempts given up), `peak_rss_bytes`: of this process so far; a resumed run counts anew.
     """
 
     step: int

@@ -47,7 +47,7 @@ class Zygote:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.system.zygote"],
             cwd=REPOSITORY,
-            env=_environment(),
+            env=environment(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
@@ -221,6 +221,22 @@ class Student(Command):
         return content
 
 
+def check_refusal(command: Command, code: int, *texts: str) -> None:
+    """It ends with this code and one line of error, which holds these texts; no traceback."""
+    assert command.wait() == code, command.tail()
+    errors = command.errors.splitlines()
+    said = [line for line in errors if ": error: " in line]
+    assert said == errors[-1:], f"one line of error, and the last one:\n{command.tail()}"
+    assert "Traceback" not in command.errors
+    for text in texts:
+        assert text in said[0]
+
+
+def check_untouched(student: Student) -> None:
+    """The directory of a run that never began holds nothing but its lock."""
+    assert not student.out.is_dir() or [path.name for path in student.out.iterdir()] in ([], [".lock"])
+
+
 def curve(out: Path) -> list[dict[str, Any]]:
     """What the run computed, a step a line; floats as they are, to the bit."""
     records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
@@ -233,7 +249,8 @@ def free_port() -> str:
         return str(probe.getsockname()[1])
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
+    """Of every process that a test starts."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     return inherited | {
         # A test of a copy of the repository runs that copy, whatever is installed.
