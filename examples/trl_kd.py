@@ -1,0 +1,105 @@
+"""The fused loss in TRL: its trainer for generalized knowledge distillation, with our loss in place of its own.
+
+    python -m examples.trl_kd --teacher DIR --student DIR --data CHATS.jsonl --out DIR
+
+CHATS.jsonl: `{"messages": [{"role": ..., "content": ...}, ...]}` a line. Everything else is TRL's: the collator,
+learning from the student's own answers (lmbda), the teacher beside the student. Its own loss makes both logits
+matrices.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import datasets
+import torch
+import transformers
+from torch import Tensor, nn
+from trl.experimental.gkd import GKDConfig, GKDTrainer
+
+from examples.hf_trainer_kd import final_states
+from student.loss import KDLoss, head_of
+
+
+def loss_of(beta: float) -> KDLoss:
+    """TRL's divergence of that beta: the weight of the teacher in the mixture, with KL's two directions at its ends.
+    TRL multiplies by no T^2, and adds no cross entropy."""
+    plain = {"kd_weight": 1.0, "ce_weight": 0.0, "scale_t2": False}
+    if beta in (0.0, 1.0):
+        return KDLoss("forward_kl" if beta == 0.0 else "reverse_kl", **plain)
+    return KDLoss("jsd", teacher_weight=beta, **plain)
+
+
+class FusedGKDTrainer(GKDTrainer):
+    """GKDTrainer, with the same loss in a fraction of its memory."""
+
+    # compute_loss divides by the rows of the whole optimizer step.
+    loss_is_scaled_for_ga = True
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.kd_loss = loss_of(self.beta)
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        student, teacher = (self.accelerator.unwrap_model(m) for m in (model, self.teacher_model))
+        self.teacher_model.eval()
+        with torch.no_grad():
+            teacher_states = final_states(self.teacher_model, inputs)
+        student_states = final_states(model, inputs)
+        # Position i predicts token i + 1.
+        labels = inputs["labels"][:, 1:].reshape(-1)
+        out = self.kd_loss(
+            student_states[:, :-1].reshape(labels.shape[0], -1),
+            head_of(student),
+            teacher_states[:, :-1].reshape(labels.shape[0], -1),
+            head_of(teacher),
+            labels,
+            num_rows=num_items_in_batch,
+        )
+        return (out.loss, {"loss": out.loss}) if return_outputs else out.loss
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="examples.trl_kd", description=__doc__)
+    for name in ("teacher", "student", "data", "out"):
+        parser.add_argument(f"--{name}", required=True)
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--beta", type=float, default=0.5)
+    parser.add_argument("--lmbda", type=float, default=0.0, help="part of the batches that the student answers itself")
+    parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--new-tokens", type=int, default=128)
+    asked = parser.parse_args(argv)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(asked.student)
+    models = [transformers.AutoModelForCausalLM.from_pretrained(path) for path in (asked.student, asked.teacher)]
+    settings = GKDConfig(
+        output_dir=asked.out,
+        max_steps=asked.steps,
+        per_device_train_batch_size=asked.batch,
+        beta=asked.beta,
+        lmbda=asked.lmbda,
+        max_length=asked.length,
+        max_new_tokens=asked.new_tokens,
+        logging_steps=1,
+        report_to=[],
+        save_strategy="no",
+        bf16=False,
+    )
+    chats = datasets.Dataset.from_json(asked.data)
+    trainer = FusedGKDTrainer(models[0], models[1], settings, train_dataset=chats, processing_class=tokenizer)
+    trainer.train()
+    trainer.save_model(asked.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
