@@ -24,7 +24,11 @@ def test_the_curve_is_the_same_to_the_bit_whatever_carries_the_states(
 ) -> None:
     where = {
         "zmq": ("--teacher", endpoint, "--transport", "zmq"),
-        "colocated": ("--teacher", inputs.teacher, "--layout", "colocated"),
+        # A teacher in this process answers when the trainer waits for it, however short the timeouts are.
+        "colocated": (
+            *("--teacher", inputs.teacher, "--layout", "colocated"),
+            *("--peer-timeout", 0.001, "--request-timeout", 0.001),
+        ),
         "colocated over zmq": ("--teacher", inputs.teacher, "--layout", "colocated", "--transport", "zmq"),
     }
     student = start_student(*where[layout])
