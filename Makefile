@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: setup demo test lint types imports unit bench clean help
+.PHONY: setup demo test lint types imports unit test-rdma bench clean help
 
 VENV ?= .venv
 PY := $(VENV)/bin/python
@@ -41,6 +41,9 @@ imports: setup
 
 unit: setup
 	$(PY) -m pytest -n 2 --dist worksteal -m "not slow" $(PYTEST_ARGS)
+
+test-rdma: setup ## the transport over real RDMA verbs, in a virtual machine with soft-RoCE (where it can boot)
+	PYTHON=$(abspath $(PY)) tests/rdma/run.sh $(PYTEST_ARGS)
 
 bench: setup ## throughput and memory, printed against their targets
 	$(PY) -m bench all

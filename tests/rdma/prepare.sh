@@ -1,0 +1,58 @@
+#!/usr/bin/env bash
+# What the virtual machine needs, fetched once into a cache: a kernel with soft-RoCE, and a UCX with verbs.
+# Prints the cache directory; exit 75 and one line if something can't be had here.
+set -euo pipefail
+cache=${DISAGGKD_RDMA_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/disaggkd/rdma}
+python=${PYTHON:-python3}
+nixl_version=1.5.1
+
+give_up() { echo "test-rdma: $*" >&2; exit 75; }
+
+[ "$(uname -s)/$(uname -m)" = Linux/x86_64 ] || give_up "needs Linux on x86-64, this is $(uname -s) on $(uname -m)"
+mkdir -p "$cache"
+
+# --- programs --------------------------------------------------------------------------------------------------------
+missing=()
+for need in qemu-system-x86_64:qemu-system-x86 busybox:busybox-static modprobe:kmod cpio:cpio ip:iproute2 rdma:iproute2; do
+  command -v "${need%%:*}" >/dev/null || missing+=("${need##*:}")
+done
+[ -e /usr/lib/x86_64-linux-gnu/libibverbs/librxe-rdmav34.so ] || ls /usr/lib/x86_64-linux-gnu/libibverbs/librxe-* >/dev/null 2>&1 ||
+  missing+=(ibverbs-providers rdma-core)
+if [ ${#missing[@]} -gt 0 ]; then
+  command -v apt-get >/dev/null && [ "$(id -u)" = 0 ] || give_up "install first: ${missing[*]}"
+  (apt-get -qq update || true; DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends "${missing[@]}") \
+    >"$cache/apt.log" 2>&1 || give_up "could not install ${missing[*]}; see $cache/apt.log"
+fi
+
+# --- kernel: the distribution's, unpacked and not installed -----------------------------------------------------------
+kernel=$cache/kernel
+if ! ls "$kernel"/boot/vmlinuz-* >/dev/null 2>&1; then
+  package=$(apt-cache depends linux-image-amd64 2>/dev/null | awk '$1 == "Depends:" && $2 ~ /^linux-image-[0-9]/ {print $2; exit}')
+  [ -n "$package" ] || give_up "apt knows no linux-image-amd64 to take a kernel from"
+  rm -rf "$kernel.new" && mkdir -p "$kernel.new"
+  (cd "$cache" && apt-get -qq download "$package") >"$cache/kernel.log" 2>&1 || give_up "could not download $package; see $cache/kernel.log"
+  dpkg-deb -x "$cache/$package"_*.deb "$kernel.new" && rm -f "$cache/$package"_*.deb
+  [ -d "$kernel.new/lib/modules" ] || ln -s usr/lib "$kernel.new/lib"
+  depmod -b "$kernel.new" "$(basename "$kernel.new"/boot/vmlinuz-* | sed 's/^vmlinuz-//')"
+  mv "$kernel.new" "$kernel"
+fi
+
+# --- UCX with verbs: the one inside nixl's wheel, made to use the system's libibverbs, which has the soft-RoCE provider --
+ucx=$cache/nixl-$nixl_version
+if [ ! -e "$ucx/done" ]; then
+  rm -rf "$ucx" && mkdir -p "$ucx/wheel"
+  "$python" -m pip download -q --disable-pip-version-check --no-deps -d "$ucx/wheel" "nixl-cu12==$nixl_version" >"$cache/nixl.log" 2>&1 ||
+    give_up "could not download nixl-cu12==$nixl_version; see $cache/nixl.log"
+  "$python" - "$ucx" <<'PY'
+import pathlib, sys, zipfile
+root = pathlib.Path(sys.argv[1])
+with zipfile.ZipFile(next((root / "wheel").glob("*.whl"))) as wheel:
+    for name in wheel.namelist():
+        if ".libs/" in name:
+            wheel.extract(name, root)
+PY
+  rm -rf "$ucx/wheel"
+  for private in "$ucx"/nixl_cu12.libs/libibverbs-*.so.*; do ln -sf /usr/lib/x86_64-linux-gnu/libibverbs.so.1 "$private"; done
+  touch "$ucx/done"
+fi
+echo "$cache"
