@@ -7,7 +7,7 @@ SHELL := /bin/bash
 VENV ?= .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.setup-stamp
-# The newest interpreter that the project supports; override with `make PYTHON=/path/to/python3`.
+# The first of these that the project supports; override with `make PYTHON=/path/to/python3`.
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 	if $$p -c 'import sys; sys.exit(not ((3, 11) <= sys.version_info < (3, 14)))' 2>/dev/null; then echo $$p; break; fi; done)
 
@@ -18,8 +18,10 @@ setup: $(STAMP) ## create .venv with everything that demo and test need
 
 $(STAMP): pyproject.toml constraints.txt
 	@if [ -z "$(PYTHON)" ]; then echo "setup: asked for Python 3.11, 3.12 or 3.13; found none on PATH. Install python3 and python3-venv, or give PYTHON=/path/to/python3." >&2; exit 2; fi
-	@if [ ! -x $(PY) ]; then $(PYTHON) -m venv $(VENV) || { echo "setup: '$(PYTHON) -m venv' failed; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 2; }; fi
-	# torch first and pinned: otherwise a dependency may pull another build of it.
+	@# Asked of pip, not of python: without python3-venv a half-made environment is left, which has only the latter.
+	@if ! $(PY) -m pip --version >/dev/null 2>&1; then $(PYTHON) -m venv $(VENV) || { echo "setup: '$(PYTHON) -m venv' failed; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 2; }; fi
+	@echo "setup: installing into $(VENV) (about 2 GB; some minutes the first time)"
+	@# torch first and pinned: otherwise a dependency may pull another build of it.
 	$(PY) -m pip install -q --disable-pip-version-check -c constraints.txt "$$(grep '^torch==' constraints.txt)" numpy
 	$(PY) -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
