@@ -214,6 +214,7 @@ class UcxSender(Sender):
                         self._lose(f"the student is gone: {end}")
                     if self._lost is None:
                         self._confirm()
+                    if self._lost is None:
                         self._flush()
                 except TransportError as error:
                     self._lose(str(error))

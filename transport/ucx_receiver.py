@@ -85,6 +85,7 @@ class UcxReceiver(Receiver):
         self._pending: dict[FillId, _Incoming] = {}
         self._fenced: list[FillId] = []
         self._dropped = 0
+        self._ending: str | None = None  # why the channel is to be given up, once all that came with it was taken in
         self._lost: str | None = None
         self._closed = False
         self._token = secrets.token_bytes(TOKEN_BYTES)
@@ -169,23 +170,25 @@ class UcxReceiver(Receiver):
             self._hear(message)
         for offer in offers:
             place = self._places.pop(offer.tag, None)
-            if place is not None:
+            if place is not None and self._ending is None:
                 self._fetch(offer, place)
-            elif self._link.is_connected and len(self._early) < _MAX_EARLY:
+            elif self._link.is_connected and self._ending is None and len(self._early) < _MAX_EARLY:
                 self._early[offer.tag] = offer
-            else:  # a stranger's
+            else:  # a stranger's, or too late
                 self._link.drop(offer)
         for fill in [fill for fill, incoming in self._pending.items() if not incoming.is_moving]:
             del self._pending[fill]
             self._fenced.append(fill)
         arrivals = []
-        while self._lost is None and self._incoming and self._incoming[0].is_whole:
+        while self._incoming and self._incoming[0].is_whole:
             arrivals += self._finish(self._incoming.popleft())
+        if self._ending is not None:
+            self._lose(self._ending)
         return arrivals
 
     def _hear(self, message: bytes) -> None:
         kind, is_ticket = message[:1], len(message) == TICKET.size
-        if self._lost is not None:
+        if self._ending is not None:
             return
         if kind == KIND_GREETING and not self._link.is_connected and len(message) > GREETING.size + WHO.size:
             host, pid = WHO.unpack_from(message, GREETING.size)
@@ -196,7 +199,7 @@ class UcxReceiver(Receiver):
         elif kind == KIND_SENT and is_ticket and self._confirm(TICKET.unpack(message)[1]):
             pass
         elif message == KIND_GOODBYE:
-            self._lose("the teacher closed its end")
+            self._ending = "the teacher closed its end"
         else:
             self._break("it sent a message of no known kind, or none of greeting first")
 
@@ -255,7 +258,7 @@ class UcxReceiver(Receiver):
         is_wanted = incoming.target is not None
         error = incoming.error()
         if error is not None and is_wanted:
-            self._lose(f"{incoming.fill} could not be fetched: {error}")
+            self._ending = self._ending or f"{incoming.fill} could not be fetched: {error}"
             return []
         self._link.say(TICKET.pack(KIND_ACK, incoming.ticket))
         if not is_wanted:
@@ -266,7 +269,7 @@ class UcxReceiver(Receiver):
         return [Arrival(fill=incoming.fill, num_bytes=incoming.num_bytes, header=incoming.header)]
 
     def _break(self, why: str) -> None:
-        self._lose(f"the teacher broke the protocol: {why}")
+        self._ending = self._ending or f"the teacher broke the protocol: {why}"
 
     def _lose(self, reason: str) -> None:
         """Nothing is fetched any more, so whatever was pending is fenced."""
