@@ -45,9 +45,20 @@ def parse(config_type: type[ConfigT], argv: Sequence[str], *, prog: str, descrip
     try:
         found = parser.parse_args(list(argv)).as_dict()
     except (ArgumentError, ValueError, OSError) as error:
-        raise ConfigError(f"{one_line(str(error))}; allowed flags: {prog} --help") from error
+        reason = one_line(str(error))
+        if isinstance(_first_cause(error), TypeError):
+            # One value in the file where a list belongs: the parser trips over it, and has no words of its own.
+            lists = ", ".join(name for name, hint in hints.items() if get_origin(hint) is tuple)
+            reason = f"--config: {lists} take lists, as in [one, two] ({reason})"
+        raise ConfigError(f"{reason}; allowed flags: {prog} --help") from error
     values = {field.name: found[field.name] for field in dataclasses.fields(config_type)}
     return config_type(**{name: tuple(v) if isinstance(v, list) else v for name, v in values.items()})
+
+
+def _first_cause(error: BaseException) -> BaseException:
+    while (before := error.__cause__ or error.__context__) is not None:
+        error = before
+    return error
 
 
 def _add(parser: ArgumentParser, field: dataclasses.Field[object], hint: object) -> None:

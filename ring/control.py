@@ -208,7 +208,9 @@ class ZmqPort:
             self._socket.bind(listen)
         except zmq.ZMQError as error:
             self.close()
-            raise ConfigError(f"{flag} {listen} can't be bound: {error}; allowed: a free local port") from error
+            raise ConfigError(
+                f"{flag} {listen} can't be bound: {error}; allowed: a free local port, at an IP address of this machine"
+            ) from error
         self._endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     @property

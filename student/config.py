@@ -33,7 +33,7 @@ class TrainConfig:
     )
     layout: Literal["disagg", "colocated"] = flag("disagg", "where the teacher runs")
     max_batch_tokens: int = flag(16384, "colocated: tokens of one teacher pass, padding included")
-    transport: str = flag("auto", "how states travel: auto, or a transport by name (shm, zmq)")
+    transport: str = flag("auto", "how states travel: auto, or a transport by name (shm, zmq, ucx)")
     bind_host: str | None = flag(
         None, "address at which replicas reach this trainer; default: the one it reaches them from"
     )

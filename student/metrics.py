@@ -62,6 +62,11 @@ class StepMetrics:
 
 def peak_rss_bytes() -> int:
     """The most memory this process ever had resident."""
+    # Not getrusage first: its peak survives exec, so a trainer that a larger process started would report that one's.
+    with open("/proc/self/status", encoding="ascii", errors="replace") as status:
+        for line in status:
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
@@ -76,7 +81,11 @@ class MetricsFile:
         try:
             kept = self._kept_lines(resume_step) if resume_step else []
             aside = path.with_suffix(".jsonl.tmp")
-            aside.write_text("".join(kept))
+            with aside.open("w") as file:
+                file.writelines(kept)
+                file.flush()
+                # Before the rename: a power cut must not leave an empty file beside the checkpoint.
+                os.fsync(file.fileno())
             os.replace(aside, path)
             self._file: TextIO = path.open("a", buffering=1)
         except OSError as error:

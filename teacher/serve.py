@@ -49,7 +49,7 @@ class ServeConfig:
 
     model: str | None = flag(None, "Hugging Face causal LM: a directory or hub id", metavar="DIR|ID")
     listen: str = flag("tcp://127.0.0.1:5555", "where students connect; port * picks a free one", metavar="TCP")
-    transport: str = flag("auto", "how states travel: auto (whatever the student asks for) or one by name (shm, zmq)")
+    transport: str = flag("auto", "how states travel: auto (as the student asks) or one by name (shm, zmq, ucx)")
     dtype: Literal["auto", "bf16", "fp16", "fp32", "fp64"] = flag("auto", "of the weights; auto is the checkpoint's")
     device: str = flag("cpu", "where the model runs")
     max_batch_tokens: int = flag(16384, "tokens of one forward pass, padding included; also a request's limit")

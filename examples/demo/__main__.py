@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -30,7 +31,8 @@ PROG = "demo"
 TEACHER_SHAPE = {"hidden_size": 256, "num_layers": 4}
 STUDENT_SHAPE = {"hidden_size": 128, "num_layers": 2}
 TEACHER_STEPS, TEACHER_LR = 450, 1.5e-3
-STUDENT_LR = 1.5e-3
+#: From random weights, and for models that know something already.
+STUDENT_LR, OWN_STUDENT_LR = 1.5e-3, 1e-4
 SEQUENCE_TOKENS, BATCH_SIZE = 256, 8
 PROMPT = "def read_config(path):\n    "
 
@@ -46,7 +48,9 @@ class DemoConfig:
     seed: int = flag(0, "data order and random weights of the students")
     max_length: int = flag(SEQUENCE_TOKENS, "tokens of a sequence")
     batch_size: int = flag(BATCH_SIZE, "sequences in a step")
-    lr: float = flag(STUDENT_LR, "peak learning rate of the students")
+    lr: float | None = flag(
+        None, f"peak learning rate of the students; default: {STUDENT_LR}, with your own {OWN_STUDENT_LR}"
+    )
     out: str = flag("runs/demo", "where everything is written", metavar="DIR")
     fresh: bool = flag(False, "train the demo's teacher anew")
     debug: bool = flag(False, "print tracebacks")
@@ -60,6 +64,11 @@ class DemoConfig:
             )
         if self.steps < 1:
             raise ConfigError(f"--steps must be >= 1, got {self.steps}")
+
+    @property
+    def student_lr(self) -> float:
+        """The learning rate that was asked for, or the one that fits the students."""
+        return self.lr if self.lr is not None else (OWN_STUDENT_LR if self.student else STUDENT_LR)
 
 
 @dataclass(frozen=True)
@@ -77,6 +86,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
 
     def command() -> None:
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is signal.SIG_DFL:
+                # An exception instead of an end on the spot, so that no process of the demo is left behind.
+                signal.signal(number, lambda number, frame: sys.exit(128 + number))
         demo(parse(DemoConfig, arguments, prog=PROG, description=__doc__ or ""))
 
     return run(command, prog=PROG, debug="--debug" in arguments)
@@ -190,7 +203,14 @@ def _student_arguments(config: DemoConfig, material: Material, root: Path) -> li
         *("--student", material.student, *(["--from-config"] if material.from_config else [])),
         *("--data", *material.train, "--eval-data", *material.held_out, "--eval-samples", "128"),
         *("--max-length", str(config.max_length), "--batch-size", str(config.batch_size)),
-        *("--steps", str(config.steps), "--lr", str(config.lr), "--warmup-steps", str(min(20, config.steps // 8))),
+        *(
+            "--steps",
+            str(config.steps),
+            "--lr",
+            str(config.student_lr),
+            "--warmup-steps",
+            str(min(20, config.steps // 8)),
+        ),
         *("--eval-every", str(max(1, config.steps // 8)), "--seed", str(config.seed)),
         *("--cache-dir", str(root / "cache")),
     ]
@@ -224,9 +244,11 @@ def _present(outcome: Outcome, root: Path, console: Console) -> None:
             *(f"--- {name}\n{sample}" for name, sample in outcome.samples.items()),
         ]
     )
-    (root / "summary.txt").write_text(text + "\n")
+    (root / "summary.txt").write_text(text + "\n", encoding="utf-8")
     facts = {"gain_nats": outcome.gain_nats, "kd": outcome.kd_eval, "ce": outcome.ce_eval}
     (root / "report.json").write_text(json.dumps(facts, indent=2) + "\n")
+    # What a model writes may be no text of this terminal's encoding.
+    text = text.encode(console.encoding, errors="replace").decode(console.encoding)
     console.print()
     console.print(text, markup=False, highlight=False, soft_wrap=True)
     files = f"Picture: {picture}   Models: {root}/kd/model, {root}/ce/model   This text: {root}/summary.txt"

@@ -5,22 +5,26 @@
 
 from __future__ import annotations
 
-import resource
 import subprocess
 import sys
+
+from examples.demo.stages import StageFailed
+from student.metrics import peak_rss_bytes
 
 #: A real vocabulary (Qwen3's) and a small batch: the full loss must still fit into a laptop.
 NUM_ROWS, VOCAB_SIZE, HIDDEN_SIZE = 512, 151_936, 256
 
 
 def measure(kind: str) -> int:
-    """Bytes that the loss of that kind (full or fused) adds to a process at its peak."""
+    """Bytes that the loss of that kind (full or fused) adds to a process at its peak.
+
+    Raises StageFailed: it did not get through, mostly for want of memory."""
     command = [sys.executable, "-m", "examples.demo.memory", kind]
-    return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-
-
-def _peak_bytes() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+    if done.returncode != 0:
+        said = done.stderr.strip().splitlines() or ["it said nothing"]
+        raise StageFailed(f"memory of the {kind} loss: exit {done.returncode}: {said[-1]}")
+    return int(done.stdout)
 
 
 def _measure_here(kind: str) -> int:
@@ -40,10 +44,10 @@ def _measure_here(kind: str) -> int:
     for rows in (1, NUM_ROWS):
         student, teacher = inputs(rows)
         labels = torch.randint(VOCAB_SIZE, (rows,))
-        before = _peak_bytes()
+        before = peak_rss_bytes()
         out = loss_fn(student.requires_grad_(True), Head(weight=weights[0]), teacher, Head(weight=weights[1]), labels)
         out.loss.backward()
-    return _peak_bytes() - before
+    return peak_rss_bytes() - before
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from rich.progress import Progress
@@ -19,6 +19,8 @@ from ring.core.errors import DisaggKDError
 #: How long a teacher may take to load and probe a model.
 READY_TIMEOUT_S = 300.0
 POLL_S = 0.2
+#: How long an interrupted process may take to end by itself, its checkpoint included.
+INTERRUPTED_S = 10.0
 #: Threads that spin while they wait for each other make a busy machine many times slower; these sleep.
 ENVIRONMENT = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
 
@@ -32,16 +34,10 @@ def train(arguments: Sequence[str], *, out: Path, num_steps: int, title: str, pr
     log = out.with_suffix(".log")
     command = [sys.executable, "-m", "student.train", *arguments, "--out", str(out), "--resume"]
     task = progress.add_task(title, total=num_steps)
-    with log.open("w") as file:
-        process = subprocess.Popen(
-            command, stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=ENVIRONMENT
-        )
-        try:
-            while process.poll() is None:
-                progress.update(task, completed=_steps_done(out / "metrics.jsonl"))
-                time.sleep(POLL_S)
-        finally:
-            _end(process)
+    with running(command, log=log) as process:
+        while process.poll() is None:
+            progress.update(task, completed=_steps_done(out / "metrics.jsonl"))
+            time.sleep(POLL_S)
     if process.returncode != 0:
         raise StageFailed(f"{title}: exit {process.returncode}: {_last_line(log)} (whole log: {log})")
     progress.update(task, completed=num_steps)
@@ -53,17 +49,29 @@ def teacher(arguments: Sequence[str], *, root: Path) -> Iterator[str]:
     log, ready = root / "teacher-serve.log", root / "teacher-serve.endpoint"
     ready.unlink(missing_ok=True)
     command = [sys.executable, "-m", "teacher.serve", *arguments, "--ready-file", str(ready)]
+    with running(command, log=log) as process:
+        give_up_s = time.monotonic() + READY_TIMEOUT_S
+        while not ready.exists():
+            if process.poll() is not None or time.monotonic() > give_up_s:
+                raise StageFailed(f"the teacher did not get ready: {_last_line(log)} (whole log: {log})")
+            time.sleep(POLL_S)
+        yield ready.read_text().strip()
+
+
+@contextmanager
+def running(command: Sequence[str], *, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that runs while the block does, and is ended with it; what it says goes to `log`."""
     with log.open("w") as file:
         process = subprocess.Popen(
             command, stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=ENVIRONMENT
         )
         try:
-            give_up_s = time.monotonic() + READY_TIMEOUT_S
-            while not ready.exists():
-                if process.poll() is not None or time.monotonic() > give_up_s:
-                    raise StageFailed(f"the teacher did not get ready: {_last_line(log)} (whole log: {log})")
-                time.sleep(POLL_S)
-            yield ready.read_text().strip()
+            yield process
+        except (KeyboardInterrupt, SystemExit):
+            # Ctrl-C reached it as well: a second signal would cost it the checkpoint that it is about to write.
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=INTERRUPTED_S)
+            raise
         finally:
             _end(process)
 

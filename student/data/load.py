@@ -138,6 +138,12 @@ def _read(builder: str, names: Sequence[str], cache_dir: str | None) -> RecordFi
             **options,
         )
     except (datasets.exceptions.DatasetsError, OSError, ValueError, TypeError) as error:
+        cache_path = getattr(error, "filename", None)
+        if cache_path is not None and str(Path(cache_path)) not in {str(Path(name).resolve()) for name in names}:
+            raise ConfigError(
+                f"the cache of tokenized data can't be written: {error}; allowed: --cache-dir DIR, or "
+                "HF_HOME, somewhere that can"
+            ) from error
         lines = str(error.__cause__ or error).strip().splitlines() or [type(error).__name__]
         culprit = _first_undecodable(names) if builder == "text" else names[0]
         raise ConfigError(f"{culprit}: can't be read as {builder}: {lines[0]}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import signal
 import time
@@ -18,7 +19,10 @@ from student.data import MicroBatchPlan, PlannedStep, TokenDataset, sequential_m
 from student.metrics import MetricsFile, Reporter, StepMetrics, peak_rss_bytes
 from student.model import DistilledStudent, evaluate
 from student.optim import Schedule, StudentOptimizer, clip_gradients
+from student.rng import RngState, capture_rng, restore_rng
 from student.train.feed import Feed, Stopped
+
+logger = logging.getLogger(__name__)
 
 
 class Interrupted(DisaggKDError):
@@ -110,6 +114,7 @@ class Loop:
         self._eval_file = eval_file
         self._saved_step = progress.step
         self._stop_signal = 0
+        self._updating = False
         self.progress = progress
         self.eval_losses = eval_losses
 
@@ -122,14 +127,18 @@ class Loop:
                 self._evaluate(reporter)
             started_s = time.monotonic()
             for planned in self._plan.steps(self.progress.position):
-                before = RingTotals.of(self._ring)
+                before, generators = RingTotals.of(self._ring), capture_rng()
                 try:
                     metrics = self._step(planned, before, started_s)
                 except Stopped:
-                    self._checkpoint()
+                    self._checkpoint_before_step(generators)
                     raise Interrupted(self._stop_signal, self.progress.step) from None
                 except DisaggKDError:
-                    self._checkpoint()
+                    self._checkpoint_before_step(generators)
+                    raise
+                except Exception:
+                    # Out of memory, mostly. Whatever it is, it is not to cost the steps before it.
+                    self._try_to_checkpoint(generators)
                     raise
                 self._step_file.write(metrics)
                 reporter.step(metrics)
@@ -139,7 +148,8 @@ class Loop:
             self._checkpoint()
 
     def _step(self, planned: PlannedStep, before: RingTotals, started_s: float) -> StepMetrics:
-        """One optimizer step. An exception leaves weights and optimizer as the last step made them."""
+        """One optimizer step. An exception leaves weights and optimizer as the last step made them, unless it comes
+        while `_updating` is set."""
         device = self._settings.device
         parts = torch.zeros(3, dtype=torch.float64, device=device)
         forward_before_s = self._feed.counts.forward_s
@@ -163,11 +173,13 @@ class Loop:
                 f"data of samples {planned.sample_ids[:8].tolist()}"
             )
         lr = self._schedule.lr_at(planned.step)
+        self._updating = True
         self._optimizer.step(lr=lr)
         progress = self.progress
         progress.step, progress.position = planned.step, planned.next_position
         progress.samples += len(planned.sample_ids)
         progress.rows += planned.num_rows
+        self._updating = False
         loss, kd, ce = parts.tolist()
         step_s = time.monotonic() - started_s
         after = RingTotals.of(self._ring)
@@ -234,6 +246,22 @@ class Loop:
         if self._saved_step != self.progress.step:
             self._save(self.progress)
             self._saved_step = self.progress.step
+
+    def _checkpoint_before_step(self, generators: RngState) -> None:
+        """As after the last step taken: what the step that was not taken drew (dropout) is drawn again on resume."""
+        restore_rng(generators)
+        self._checkpoint()
+
+    def _try_to_checkpoint(self, generators: RngState) -> None:
+        """For an error that may keep even that from working: it stays the one that is raised."""
+        if self._updating:
+            logger.warning("the error came in the middle of an update: no checkpoint of it is written")
+            return
+        try:
+            self._optimizer.zero_grad()
+            self._checkpoint_before_step(generators)
+        except Exception as error:  # noqa: BLE001 - said in the log; the caller raises what came first
+            logger.warning("no checkpoint of step %d could be written: %s", self.progress.step, error)
 
     @contextmanager
     def _signals(self) -> Iterator[None]:

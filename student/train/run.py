@@ -9,8 +9,9 @@ from __future__ import annotations
 import logging
 import platform
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -19,7 +20,7 @@ import transformers
 from planner.token_map import num_tokens_of, token_map_hash
 from ring.core.errors import ConfigError, DisaggKDError
 from ring.determinism import fix_kernels
-from student.checkpoint import TrainState, export_model, write_checkpoint
+from student.checkpoint import Checkpoint, TrainState, export_model, write_checkpoint
 from student.config import TrainConfig
 from student.data import DataSettings, MicroBatchPlan, TokenDataset, load_data
 from student.loss import FullLogitsLoss, Head, KDLoss
@@ -47,100 +48,143 @@ def train(config: TrainConfig) -> None:
     with ExitStack() as stack:
         stack.enter_context(claimed(files.root))
         checkpoint = checkpoint_to_resume(config, files)
-        _set_up_process(config)
-        device = _device(config.device)
-        student = load_student(
-            config.student if checkpoint is None else str(checkpoint.model_dir),
-            dtype=WEIGHT_DTYPES[config.precision],
-            from_config=config.from_config and checkpoint is None,
-            seed=config.seed,
-            device=device,
-        )
-        data, eval_data = _load_data(config, student)
-        plan = _plan(config, data)
-        schedule = Schedule(
-            peak_lr=config.lr,
-            num_steps=plan.num_steps,
-            num_warmup_steps=config.warmup_steps,
-            kind=config.schedule,
-            min_lr_frac=config.min_lr_frac,
-        )
-        teachers = _connect(stack, config, student, data, plan)
-        module = _module(config, student, teachers).to(device)
-        optimizer = StudentOptimizer(
-            module,
-            AdamWSettings(beta1=config.beta1, beta2=config.beta2, weight_decay=config.weight_decay),
-        )
-        identify(
-            config,
-            files,
-            resumes=checkpoint is not None,
-            teacher_fingerprint=None if teachers is None else teachers.fingerprint,
-        )
-        progress = restore(checkpoint, config=config, data=data, plan=plan, optimizer=optimizer, files=files)
-        step_file = MetricsFile(files.metrics, resume_step=progress.step)
-        stack.callback(step_file.close)
-        eval_file = MetricsFile(files.evaluations, resume_step=progress.step)
-        stack.callback(eval_file.close)
-        pad_id = _pad_id(student)
-        fixed = curve_hash(config, data)
-
-        def save(now: Progress) -> None:
-            # First: no checkpoint may survive a power cut without the metrics that lead to it.
-            step_file.sync()
-            eval_file.sync()
-            write_checkpoint(
-                files.checkpoints,
-                TrainState(
-                    step=now.step,
-                    position=now.position,
-                    config_hash=fixed,
-                    schedule=asdict(schedule),
-                    rng=(capture_rng(),),
-                ),
-                model=student.model,
-                optimizer_tensors=optimizer.state_tensors(),
-                tokenizer=student.tokenizer,
-                keep=config.keep_checkpoints,
-            )
-
-        ring = None if teachers is None else teachers.ring
-        feed = Feed(plan, data, ring, position=progress.position, pad_id=pad_id, device=device)
-        loop = Loop(
-            module=module,
-            optimizer=optimizer,
-            schedule=schedule,
-            plan=plan,
-            feed=feed,
-            ring=ring,
-            eval_data=eval_data,
-            settings=LoopSettings(
-                batch_size=config.batch_size,
-                clip_norm=config.clip_norm or None,
-                checkpoint_every=config.checkpoint_every,
-                eval_every=config.eval_every,
-                eval_samples=config.eval_samples or None,
-                pad_id=pad_id,
-                device=device,
-            ),
-            progress=progress,
-            save=save,
-            step_file=step_file,
-            eval_file=eval_file,
-            eval_losses=eval_file.column("eval_loss"),
-        )
+        parts = _parts(stack, config, checkpoint)
+        loop = _loop(stack, config, files, checkpoint, parts)
         ending = "failed"
         try:
             loop.run()
-            export_model(files.model, model=student.model, tokenizer=student.tokenizer)
+            export_model(files.model, model=parts.student.model, tokenizer=parts.student.tokenizer)
             ending = "finished"
         except DisaggKDError as error:
             ending = f"{type(error).__name__}: {error}"
             raise
         finally:
-            summary = _summary(config, loop, plan, teachers, ending=ending, wall_s=time.monotonic() - started_s)
-            write_summary(files.summary, summary)
+            wall_s = time.monotonic() - started_s
+            summary = _summary(config, loop, parts.plan, parts.teachers, ending=ending, wall_s=wall_s)
+            _leave(summary, files.summary, must=ending == "finished")
     print(f"trained {loop.progress.step} steps, {loop.progress.position} samples; model in {files.model}", flush=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Parts:
+    """What a run is made of, before it is known where it goes on from. `teachers`: None trains on labels alone."""
+
+    device: torch.device
+    student: LoadedStudent
+    data: TokenDataset
+    eval_data: TokenDataset | None
+    plan: MicroBatchPlan
+    schedule: Schedule
+    adamw: AdamWSettings
+    teachers: Teachers | None
+
+
+def _parts(stack: ExitStack, config: TrainConfig, checkpoint: Checkpoint | None) -> _Parts:
+    """The teachers come last: all that can be refused without them is refused before they are waited for."""
+    assert config.student is not None
+    adamw = AdamWSettings(beta1=config.beta1, beta2=config.beta2, weight_decay=config.weight_decay)
+    _set_up_process(config)
+    device = _device(config.device)
+    student = load_student(
+        config.student if checkpoint is None else str(checkpoint.model_dir),
+        dtype=WEIGHT_DTYPES[config.precision],
+        from_config=config.from_config and checkpoint is None,
+        seed=config.seed,
+        device=device,
+    )
+    data, eval_data = _load_data(config, student)
+    plan = _plan(config, data)
+    schedule = Schedule(
+        peak_lr=config.lr,
+        num_steps=plan.num_steps,
+        num_warmup_steps=config.warmup_steps,
+        kind=config.schedule,
+        min_lr_frac=config.min_lr_frac,
+    )
+    return _Parts(
+        device=device,
+        student=student,
+        data=data,
+        eval_data=eval_data,
+        plan=plan,
+        schedule=schedule,
+        adamw=adamw,
+        teachers=_connect(stack, config, student, plan),
+    )
+
+
+def _loop(stack: ExitStack, config: TrainConfig, files: RunFiles, checkpoint: Checkpoint | None, parts: _Parts) -> Loop:
+    """The loop, where the checkpoint left it; from here on --out is this run's."""
+    student, data, plan, teachers = parts.student, parts.data, parts.plan, parts.teachers
+    module = _module(config, student, teachers).to(parts.device)
+    optimizer = StudentOptimizer(module, parts.adamw)
+    fingerprint = None if teachers is None else teachers.fingerprint
+    identify(config, files, resumes=checkpoint is not None, teacher_fingerprint=fingerprint)
+    progress = restore(checkpoint, config=config, data=data, plan=plan, optimizer=optimizer, files=files)
+    step_file = MetricsFile(files.metrics, resume_step=progress.step)
+    stack.callback(step_file.close)
+    eval_file = MetricsFile(files.evaluations, resume_step=progress.step)
+    stack.callback(eval_file.close)
+    fixed = curve_hash(config, data)
+
+    def save(now: Progress) -> None:
+        # First: no checkpoint may survive a power cut without the metrics that lead to it.
+        step_file.sync()
+        eval_file.sync()
+        state = TrainState(
+            step=now.step,
+            position=now.position,
+            config_hash=fixed,
+            schedule=asdict(parts.schedule),
+            rng=(capture_rng(),),
+        )
+        write_checkpoint(
+            files.checkpoints,
+            state,
+            model=student.model,
+            optimizer_tensors=optimizer.state_tensors(),
+            tokenizer=student.tokenizer,
+            keep=config.keep_checkpoints,
+        )
+
+    ring, pad_id = None if teachers is None else teachers.ring, _pad_id(student)
+    return Loop(
+        module=module,
+        optimizer=optimizer,
+        schedule=parts.schedule,
+        plan=plan,
+        feed=Feed(plan, data, ring, position=progress.position, pad_id=pad_id, device=parts.device),
+        ring=ring,
+        eval_data=parts.eval_data,
+        settings=_loop_settings(config, pad_id=pad_id, device=parts.device),
+        progress=progress,
+        save=save,
+        step_file=step_file,
+        eval_file=eval_file,
+        eval_losses=eval_file.column("eval_loss"),
+    )
+
+
+def _loop_settings(config: TrainConfig, *, pad_id: int, device: torch.device) -> LoopSettings:
+    return LoopSettings(
+        batch_size=config.batch_size,
+        clip_norm=config.clip_norm or None,
+        checkpoint_every=config.checkpoint_every,
+        eval_every=config.eval_every,
+        eval_samples=config.eval_samples or None,
+        pad_id=pad_id,
+        device=device,
+    )
+
+
+def _leave(summary: Mapping[str, object], path: Path, *, must: bool) -> None:
+    """Write the summary. A full disk that ended the run already must not hide how: unless `must`, it only warns."""
+    try:
+        write_summary(path, summary)
+    except OSError as error:
+        if must:
+            raise
+        logger.warning("%s could not be written: %s", path, error)
 
 
 def _set_up_process(config: TrainConfig) -> None:
@@ -198,9 +242,7 @@ def _plan(config: TrainConfig, data: TokenDataset) -> MicroBatchPlan:
     )
 
 
-def _connect(
-    stack: ExitStack, config: TrainConfig, student: LoadedStudent, data: TokenDataset, plan: MicroBatchPlan
-) -> Teachers | None:
+def _connect(stack: ExitStack, config: TrainConfig, student: LoadedStudent, plan: MicroBatchPlan) -> Teachers | None:
     if config.kd_weight == 0:
         return None
     if student.tokenizer is None:
@@ -209,14 +251,13 @@ def _connect(
             f"allowed: a directory with the tokenizer, or --kd-weight 0"
         )
     token_ids = student.tokenizer.get_vocab()
-    longest = config.max_length if config.packing else int(data.lengths.max())
     return stack.enter_context(
         connected(
             config,
             token_map_hash=token_map_hash(token_ids),
             vocab_size=num_tokens_of(token_ids),
             max_rows=plan.max_microbatch_rows(),
-            max_tokens=config.batch_size * longest,
+            max_tokens=plan.max_microbatch_tokens(),
         )
     )
 

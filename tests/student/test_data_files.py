@@ -299,3 +299,13 @@ def test_text_without_a_tokenizer_is_refused(write_lines: WriteLines, tmp_path: 
 def test_settings_out_of_range_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         DataSettings(**({"files": ("a",), "max_length": 8} | settings))
+
+
+def test_a_cache_that_can_not_be_written_is_not_blamed_on_the_data(
+    write_lines: Callable[..., str], tmp_path: Path
+) -> None:
+    name = write_lines([{"input_ids": [1, 2, 3]}])
+    (tmp_path / "file").touch()
+    settings = DataSettings(files=(name,), max_length=8, cache_dir=str(tmp_path / "file" / "cache"))
+    with pytest.raises(ConfigError, match=r"the cache of tokenized data can't be written: .*--cache-dir"):
+        load_data(settings, None, vocab_size=320)

@@ -1,0 +1,88 @@
+"""The demo's processes and texts, apart from the models."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from examples.demo.__main__ import DemoConfig
+from examples.demo.samples import ANY_PROMPT, first_words
+from examples.demo.stages import running
+from tests.tiny_models import tiny_tokenizer
+
+#: Ends well after one signal, as a trainer that writes its checkpoint; a second one ends it badly.
+ENDS_IN_ORDER = """
+import pathlib, signal, sys, time
+signals = []
+def on_signal(number, frame):
+    signals.append(number)
+    if len(signals) > 1:
+        sys.exit(1)
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, on_signal)
+pathlib.Path(sys.argv[1]).touch()
+while not signals:
+    signal.pause()
+end_s = time.monotonic() + 0.5
+while time.monotonic() < end_s:
+    time.sleep(0.05)
+"""
+
+
+def test_ctrl_c_leaves_a_process_the_time_to_end_in_order(tmp_path: Path) -> None:
+    up = tmp_path / "up"
+    command = [sys.executable, "-c", ENDS_IN_ORDER, str(up)]
+    watched: list[subprocess.Popen[bytes]] = []
+
+    def interrupted() -> None:
+        with running(command, log=tmp_path / "log") as process:
+            try:
+                while not up.exists():
+                    assert process.poll() is None
+                os.kill(process.pid, signal.SIGINT)  # as a terminal does, to the demo and to its processes alike
+                raise KeyboardInterrupt
+            finally:
+                watched.append(process)
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert watched[0].returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("records", "expected"),
+    [
+        ([{"text": "Once upon a time"}], "Once upon a time"),
+        ([{"text": ""}, {"text": None}, {"text": "second"}], "second"),
+        ([{"messages": [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]}], "Why?"),
+        ([{"text": " "}], ANY_PROMPT),
+        ([], ANY_PROMPT),
+    ],
+)
+def test_generated_text_begins_with_what_the_records_hold(
+    tmp_path: Path, records: list[dict[str, Any]], expected: str
+) -> None:
+    file = tmp_path / "held-out.jsonl"
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert first_words([str(file)], tiny_tokenizer()) == expected
+
+
+def test_generated_text_begins_with_decoded_ids_where_there_is_no_text(tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer()
+    ids = tokenizer("a few words", add_special_tokens=False)["input_ids"]
+    file = tmp_path / "held-out.jsonl"
+    file.write_text(json.dumps({"input_ids": ids}) + "\n")
+    assert first_words([str(file)], tokenizer) == tokenizer.decode(ids)
+
+
+def test_own_students_get_a_learning_rate_for_models_that_know_something() -> None:
+    own = DemoConfig(teacher="t", student="s", data=("d",))
+    assert own.student_lr < DemoConfig().student_lr
+    assert DemoConfig(lr=0.5).student_lr == 0.5

@@ -1,0 +1,124 @@
+"""A step that ends early: what is kept of the run, and what a resume finds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ring.core.errors import TeacherLost
+from student.data import MicroBatch, MicroBatchPlan, TokenDataset
+from student.loss import KDLoss
+from student.metrics import MetricsFile
+from student.model import DistilledStudent
+from student.optim import Schedule, StudentOptimizer
+from student.rng import RngState, capture_rng
+from student.train.feed import Feed
+from student.train.loop import Loop, LoopSettings, Progress
+from tests.student.conftest import student_in_memory
+
+GRAD_ACCUM = 3
+
+
+class BreakingFeed(Feed):
+    """Gives microbatches until the one whose number is `breaks_at`, then raises `error`."""
+
+    breaks_at: int
+    error: Exception
+
+    @contextmanager
+    def states(self, batch: MicroBatch, *, stopping: Callable[[], bool]) -> Iterator[torch.Tensor | None]:
+        if self.counts.microbatches == self.breaks_at:
+            raise self.error
+        with super().states(batch, stopping=stopping) as states:
+            yield states
+
+
+class Trial:
+    """A loop over labels alone, of a student with dropout, that fails in the midst of its second step."""
+
+    def __init__(self, dataset: TokenDataset, root: Path, *, error: Exception) -> None:
+        self.saved: list[tuple[int, RngState]] = []
+        self.rng_after_step_one: list[RngState] = []
+        loaded = student_in_memory("gpt2", resid_pdrop=0.2, embd_pdrop=0.2, attn_pdrop=0.2)
+        module = DistilledStudent(
+            loaded.model, loaded.head_spec, loss=KDLoss(kd_weight=0.0, ce_weight=1.0), precision="fp32"
+        ).train()
+        plan = MicroBatchPlan(
+            row_counts=dataset.row_counts, lengths=dataset.lengths, batch_size=2, grad_accum=GRAD_ACCUM, max_steps=2
+        )
+        device = torch.device("cpu")
+        feed = BreakingFeed(plan, dataset, None, position=0, pad_id=0, device=device)
+        feed.breaks_at, feed.error = GRAD_ACCUM + 2, error
+        self.loop = Loop(
+            module=module,
+            optimizer=StudentOptimizer(module),
+            schedule=Schedule(peak_lr=1e-3, num_steps=2),
+            plan=plan,
+            feed=feed,
+            ring=None,
+            eval_data=None,
+            settings=LoopSettings(
+                batch_size=2,
+                clip_norm=1.0,
+                checkpoint_every=0,
+                eval_every=0,
+                eval_samples=None,
+                pad_id=0,
+                device=device,
+            ),
+            progress=Progress(step=0, position=0),
+            save=lambda now: self.saved.append((now.step, capture_rng())),
+            step_file=_NotingFile(root / "metrics.jsonl", resume_step=0, note=self.rng_after_step_one),
+            eval_file=MetricsFile(root / "eval.jsonl", resume_step=0),
+            eval_losses={},
+        )
+
+
+class _NotingFile(MetricsFile):
+    """Notes the generators whenever a step has been taken."""
+
+    def __init__(self, path: Path, *, resume_step: int, note: list[RngState]) -> None:
+        super().__init__(path, resume_step=resume_step)
+        self._note = note
+
+    def write(self, record: Any) -> None:
+        super().write(record)
+        self._note.append(capture_rng())
+
+
+@pytest.fixture
+def dataset(ids_dataset: Callable[..., TokenDataset]) -> TokenDataset:
+    rng = np.random.default_rng(3)
+    documents: Sequence[list[int]] = [rng.integers(1, 320, 8).tolist() for _ in range(2 * 2 * GRAD_ACCUM)]
+    return ids_dataset(*documents)
+
+
+@pytest.mark.parametrize("error", [TeacherLost("gone"), RuntimeError("out of memory")], ids=["lost", "unknown"])
+def test_a_step_that_is_not_taken_costs_no_step_before_it_and_no_random_number(
+    dataset: TokenDataset, tmp_path: Path, error: Exception
+) -> None:
+    trial = Trial(dataset, tmp_path, error=error)
+    with pytest.raises(type(error), match=str(error)):
+        trial.loop.run()
+    assert [step for step, _ in trial.saved] == [1]
+    assert trial.saved[0][1] == trial.rng_after_step_one[0]
+
+
+def test_an_error_within_the_update_leaves_no_checkpoint_of_half_of_it(
+    dataset: TokenDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trial = Trial(dataset, tmp_path, error=TeacherLost("not reached"))
+
+    def torn(self: StudentOptimizer, *, lr: float) -> None:
+        raise RuntimeError("torn")
+
+    monkeypatch.setattr(StudentOptimizer, "step", torn)
+    with pytest.raises(RuntimeError, match="torn"):
+        trial.loop.run()
+    assert trial.saved == []
