@@ -89,10 +89,20 @@ Start = Callable[..., Command]
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
     """Starts a command that ends with the test."""
+    yield from _starter(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def start_shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
+    """Starts a command that ends with the module's last test."""
+    yield from _starter(tmp_path_factory.mktemp("shared"))
+
+
+def _starter(root: Path) -> Iterator[Start]:
     started: list[Command] = []
 
     def go(module: str, *arguments: object, name: str, env: dict[str, str]) -> Command:
-        started.append(Command(module, *arguments, cwd=tmp_path / name, env=env))
+        started.append(Command(module, *arguments, cwd=root / name, env=env))
         return started[-1]
 
     yield go
