@@ -24,7 +24,7 @@ from ring.core.errors import ConfigError, LocalProtocolError
 
 RECORDS_DIR = Path("runs/bench")
 #: Distributions whose release may change a figure; those that are not installed are left out of a record.
-_DISTRIBUTIONS = ("disaggkd", "torch", "numpy", "pyzmq", "msgpack", "crc32c", "transformers", "ucxx-cu12", "triton")
+_DISTRIBUTIONS = ("disaggkd", "torch", "numpy", "pyzmq", "msgpack", "crc32c", "transformers", "libucx-cu12", "triton")
 
 Verdict = Literal["met", "missed", "failed", "reported"]
 Setting = str | int | float | bool | None
