@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: setup demo test lint types imports unit test-rdma bench clean help
+.PHONY: setup demo test lint types imports unit test-slow test-rdma bench clean help
 
 VENV ?= .venv
 PY := $(VENV)/bin/python
@@ -43,6 +43,10 @@ imports: setup
 
 unit: setup
 	$(PY) -m pytest -n 2 --dist worksteal -m "not slow" $(PYTEST_ARGS)
+
+test-slow: setup ## what takes minutes, GPU kernels without a GPU among it (installs triton, 290 MB)
+	$(PY) -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[triton]'
+	$(PY) -m pytest -n 2 --dist worksteal -m slow $(PYTEST_ARGS)
 
 test-rdma: setup ## the transport over real RDMA verbs, in a virtual machine with soft-RoCE (where it can boot)
 	PYTHON=$(abspath $(PY)) tests/rdma/run.sh $(PYTEST_ARGS)

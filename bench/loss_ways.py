@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -192,9 +193,11 @@ def _liger(inputs: Inputs, *, compiled: bool) -> Step:
 def _trl(inputs: Inputs) -> Step:
     from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
 
+    function: Any = ChunkedDivergenceFunction
+
     def step() -> None:
         student, teacher = (inputs.student_NH, inputs.student_VH), (inputs.teacher_NH, inputs.teacher_VH)
-        divergence_N, _ = ChunkedDivergenceFunction.apply(*student, None, *teacher, None, 0.5)
+        divergence_N, _ = function.apply(*student, None, *teacher, None, 0.5)
         divergence_N.mean().backward()
 
     return step

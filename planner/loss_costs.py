@@ -54,8 +54,8 @@ class LossShape:
     teacher. *_logit_bytes: bytes that one kept logit takes; *_logit_products: products a logit costs (2 where
     float32-grade logits are made of two 16-bit ones). state_bytes: an element of the product's operands; work_bytes:
     of the statistics; hidden_grad_bytes: of dX, in the dtype of the states as they come; casts_states: they are cast to
-    the operands' dtype, a window at a time. num_block_buffers: block-sized buffers of the epilogue, the dots' aside;
-    num_passes: passes before the gradient can be written.
+    the operands' dtype, a window at a time. num_block_buffers: block-sized buffers of the epilogue, the dots' aside, 0
+    where kernels do its work; num_passes: passes before the gradient can be written.
     """
 
     num_rows: int
@@ -106,7 +106,9 @@ def plan_window(shape: LossShape, mode: Mode, rows: int, columns: int, block_ele
     hidden = max(shape.student_hidden, shape.teacher_hidden)
     cast_columns = min(columns, MIN_CAST_COLUMNS)
     cast_bytes = aligned(cast_columns * hidden * shape.state_bytes)
-    num_buffers = shape.num_block_buffers + int(bool(shape.teacher_hidden) and block_rows > MAX_DOT_ROWS)
+    num_buffers = shape.num_block_buffers
+    if num_buffers and shape.teacher_hidden and block_rows > MAX_DOT_ROWS:
+        num_buffers += 1
     scratch_bytes = max(num_buffers * aligned(block_rows * columns * shape.work_bytes), cast_bytes)
     student_bytes = rows * columns * shape.student_logit_bytes
     teacher_bytes = rows * columns * shape.teacher_logit_bytes if shape.teacher_hidden else 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from planner.loss_costs import LossPlan, LossShape, Mode, choose_mode, make_plan
 from student.loss.call import LossCall
-from student.loss.divergences import DIVERGENCES
+from student.loss.divergences import DIVERGENCES, Divergence
 from student.loss.epilogue import Epilogue
 from student.loss.head import Head
 from student.loss.products import plane_dtypes, product_dtype
@@ -44,9 +45,10 @@ def make_epilogue(call: LossCall, mode: Mode) -> Epilogue:
     teacher_planes: tuple[torch.dtype, ...] = ()
     if call.teacher_hidden is not None and call.teacher_head is not None:
         teacher_planes = logit_planes(call, call.teacher_hidden, call.teacher_head)
+    kind = _epilogue_class(call, entry)
     fused = mode == "keep" and call.vocab_group is None
     operand_dtype = product_dtype(call.student_hidden, call.student_head.weight, options.precision)
-    return Epilogue(
+    return kind(
         entry=entry,
         mix=entry.mix(options) if entry else 0.0,
         temperature=options.temperature if entry else 1.0,
@@ -59,6 +61,24 @@ def make_epilogue(call: LossCall, mode: Mode) -> Epilogue:
         in_place_student=fused and student_planes == (dtype,) and operand_dtype == dtype,
         in_place_teacher=fused and teacher_planes == (dtype,),
     )
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Whether our GPU kernels run there. (A CUDA build of torch brings triton.)"""
+    return device.type == "cuda" and importlib.util.find_spec("triton") is not None
+
+
+def _epilogue_class(call: LossCall, entry: Divergence | None) -> type[Epilogue]:
+    """Kernels where they are, and where they do all that is asked: they neither work in float64 nor sum the gradient of
+    a bias."""
+    bias = call.student_head.bias
+    sums_bias = bias is not None and bias.requires_grad
+    if not has_kernels(call.student_hidden.device) or sums_bias or work_dtype(call.student_hidden) != torch.float32:
+        return Epilogue
+    # Brings in triton, which whoever has no GPU need not wait for, or have.
+    from student.loss.triton_kernels import KERNEL_DIVERGENCES, TritonEpilogue
+
+    return TritonEpilogue if entry is None or entry.name in KERNEL_DIVERGENCES else Epilogue
 
 
 def loss_shape(call: LossCall, epilogue: Epilogue) -> LossShape:

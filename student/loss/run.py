@@ -263,8 +263,9 @@ class LossRun:
         write_logits(hidden_RH, student_head.weight, first, last, planes_RC, self._scratch(arena))
         grad_RC = planes_RC[0]
         if grad_RC.dtype != hidden_RH.dtype:
-            # The gradient's 16-bit rows go over float32 rows of logits that lie before them and are dead by then.
-            grad_RC = arena.since(self.plan.state_cast_bytes).take(shape, hidden_RH.dtype)
+            # A 16-bit row of the gradient takes the first half of its own float32 row of logits, so that rows may be
+            # finished in any order.
+            grad_RC = grad_RC.view(hidden_RH.dtype)[:, : shape[1]]
         teacher_planes_RC: list[Tensor] = []
         teacher_scale_R, teacher_bias_C = None, None
         if call.teacher_hidden is not None and call.teacher_head is not None:
