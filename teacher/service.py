@@ -59,6 +59,8 @@ logger = logging.getLogger(__name__)
 #: States of so many full forward passes may wait for one student to read them; the next pass is for others then
 #: (back-pressure, not memory). A student that has stopped so holds up nobody.
 MAX_UNSENT_PASSES = 2
+#: A student that floods the service with messages must not keep it from sending, or from its timers.
+MAX_MESSAGES_A_TURN = 256
 
 
 class TeacherService:
@@ -86,6 +88,8 @@ class TeacherService:
         self._answers: dict[tuple[str, FillId], Parts] = {}
         self._actions: deque[TeacherAction] = deque()
         self._closed = False
+        # Turns of the I/O side that brought something, and how many of them the compute side has taken into account.
+        self._news = self._seen_news = 0
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._students = Students(model, config, wake=self._wake)
 
@@ -97,8 +101,10 @@ class TeacherService:
             if self._closed:
                 return False
             now_s = time.monotonic()
-            busy = self._carry_out(now_s)
-            while (received := self._port.recv()) is not None:
+            busy = False
+            for _ in range(MAX_MESSAGES_A_TURN):
+                if (received := self._port.recv()) is None:
+                    break
                 busy = True
                 self._hear(received[0], received[1], now_s)
             busy |= self._collect_opened(now_s)
@@ -109,9 +115,16 @@ class TeacherService:
             deadline_s = self._machine.next_deadline_s()
             if deadline_s is not None and now_s >= deadline_s:
                 self._actions.extend(self._machine.on_timer(now_s=now_s))
-            busy |= self._carry_out(now_s)
-            self._work_arrived.notify_all()
-            return busy
+            carried_out, puts = self._carry_out(now_s)
+        # Checksums and copies take their time; meanwhile the compute side needs the lock.
+        for put, parts, student in puts:
+            self._put(put, parts, student, now_s)
+        busy |= carried_out
+        if busy:
+            with self._work_arrived:
+                self._news += 1
+                self._work_arrived.notify_all()
+        return busy
 
     def wait_fds(self) -> tuple[int, ...]:
         """Readable when `io_turn` may have something to do, given that it was called until it had nothing."""
@@ -132,15 +145,17 @@ class TeacherService:
     # ---- compute side --------------------------------------------------------------------------------------------
 
     def wait_for_work(self, *, timeout_s: float) -> None:
-        """Block until a forward pass may be possible, or timeout_s passed."""
+        """Block until something happened since the last `compute_turn` looked for work, or timeout_s passed."""
         with self._work_arrived:
-            self._work_arrived.wait(timeout_s)
+            if self._news == self._seen_news:
+                self._work_arrived.wait(timeout_s)
 
     def compute_turn(self) -> bool:
         """Run one forward pass over what is asked, if anything is; returns whether there was work."""
         with self._lock:
             if self._closed:
                 return False
+            self._seen_news = self._news
             batch = self._machine.next_batch(
                 now_s=time.monotonic(),
                 max_requests=1 if self._config.deterministic else None,
@@ -221,7 +236,9 @@ class TeacherService:
                     raise message
                 case Hello() if student is None:
                     answer = self._students.greet(name, message, draining=self._draining, now_s=now_s)
-                    self._port.send(name, answer)
+                    if not self._port.send(name, answer):
+                        # Gone already: it must not hold one of the places until it would be overdue.
+                        self._students.remove(name)
                 case Ping():
                     # Answered to strangers too: a student of a former life learns by the silence on its requests.
                     self._port.send(name, Pong(token=message.token))
@@ -317,11 +334,10 @@ class TeacherService:
             # A student that left meanwhile: its answer is thrown away, in whatever dtype.
             return self._head.dtype if student is None or student.offer is None else student.offer.wire_dtype
 
-    def _put(self, put: Put, now_s: float) -> None:
+    def _put(self, put: Put, parts: Parts, student: Student, now_s: float) -> None:
+        """Begin to send one answer. Without the lock: only this side opens, uses and closes senders."""
         request = put.request
-        parts = self._answers.pop((put.student, request.fill))
-        student = self._students.get(put.student)
-        if student is None or student.sender is None or student.offer is None:
+        if student.sender is None or student.offer is None:
             return
         header = fill_header(
             put,
@@ -335,9 +351,12 @@ class TeacherService:
         try:
             ticket = student.sender.put(request.fill, header=codec.encode_header(header), parts=parts)
         except TransportError as error:
-            self._drop(put.student, str(error), now_s)
+            with self._lock:
+                if self._students.get(put.student) is student:
+                    self._drop(put.student, str(error), now_s)
             return
-        student.tickets[ticket] = (request.fill, header.num_bytes)
+        with self._lock:
+            student.tickets[ticket] = (request.fill, header.num_bytes)
 
     def _collect_sent(self, student: Student, now_s: float) -> bool:
         if student.sender is None:
@@ -365,17 +384,21 @@ class TeacherService:
         wanted = {(a.student, a.request.fill) for a in self._actions if isinstance(a, Put)}
         self._answers = {key: answer for key, answer in self._answers.items() if key in wanted}
 
-    def _carry_out(self, now_s: float) -> bool:
-        busy = bool(self._actions)
+    def _carry_out(self, now_s: float) -> tuple[bool, list[tuple[Put, Parts, Student]]]:
+        """Do all that waits to be done but the puts, which are returned; and whether there was anything."""
+        busy, puts = bool(self._actions), []
         while self._actions:
             match self._actions.popleft():
                 case Put() as put:
-                    self._put(put, now_s)
+                    parts = self._answers.pop((put.student, put.request.fill))
+                    student = self._students.get(put.student)
+                    if student is not None:
+                        puts.append((put, parts, student))
                 case Refuse(student=name, fill=fill, code=code, message=message):
                     self._port.send(name, Refused(fill=fill, code=code, message=message[:512]))
                 case DropStudent(student=name, reason=reason):
                     self._drop(name, reason, now_s)
-        return busy
+        return busy, puts
 
     def _wake(self) -> None:
         if not self._closed:

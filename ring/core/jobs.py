@@ -82,7 +82,6 @@ class Job:
     expires_s: float
     state: JobState = JobState.QUEUED
     started_s: float = 0.0
-    batch_size: int = 1
     idle_s: float = 0.0
 
     def move(self, event: JobEvent) -> None:

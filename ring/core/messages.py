@@ -209,8 +209,8 @@ class FillHeader:
     """Travels with every fill on the data plane; the student accepts the fill only if all of it is as expected (R3).
 
     `num_rows` and `dtype` describe the payload (0 rows and raw bytes for a head piece); `crc` is crc32c over the
-    payload, or None where it is off. `forward_s`: its share of the forward pass that made it; `queue_s`: from receipt
-    to that pass; `idle_s`: how long the teacher had nothing to do before it (its stall).
+    payload, or None where it is off. `forward_s`: the forward pass, as far as no earlier fill was
+    charged for it; `queue_s`: from receipt to that pass; `idle_s`: how long the teacher had nothing to do before it.
     """
 
     student_epoch: str

@@ -50,6 +50,7 @@ class TeacherMachine:
         self._idle_since_s: float | None = None
         self._idle_s = 0.0  # before idle_since_s
         self._uncharged_idle_s = 0.0  # goes to the next batch
+        self._charged_until_s = -math.inf
         self._counts = dict.fromkeys(("received", "sent", "refused", "repeated", "dropped_students", "batches"), 0)
         self._queue_s = 0.0
 
@@ -201,7 +202,9 @@ class TeacherMachine:
                 continue
             asker.num_sending += 1
             self._sends.start(job.work.key, self._now_s)
-            forward_s = (self._now_s - job.started_s) / job.batch_size
+            # What no earlier answer was charged: over a batch's answers it adds up to the time that the batch took.
+            forward_s = self._now_s - max(job.started_s, self._charged_until_s)
+            self._charged_until_s = self._now_s
             actions.append(Put(asker.name, request, forward_s, job.started_s - job.work.received_s, job.idle_s))
         return actions
 
@@ -325,7 +328,6 @@ class TeacherMachine:
     def _start(self, jobs: Sequence[Job]) -> None:
         for job in jobs:
             job.started_s = self._now_s
-            job.batch_size = len(jobs)
             self._computing[job.work.key] = job
             self._queue_s += self._now_s - job.work.received_s
         if jobs:

@@ -11,8 +11,8 @@ from ring.core.messages import FillId, RefusalCode, Request
 @dataclass(frozen=True)
 class Put:
     """Write the answer to `request` into its slot; then call `sent`. The times go into the fill's header: the
-    request's share of its forward pass, its wait for that pass, and the idle time before the pass (on its first
-    request only, so that sums over fills count it once)."""
+    forward pass and the idle time before it, each as far as no earlier answer was charged for it, so that sums over
+    fills count it once; and the request's wait for its pass."""
 
     student: str
     request: Request

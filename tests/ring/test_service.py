@@ -10,12 +10,14 @@ import pytest
 import torch
 import zmq
 
-from ring.control import ZmqLink
+from ring.control import ZmqLink, local_pair
 from ring.core.errors import RemoteProtocolError, TeacherLost
 from ring.core.messages import FillId, HeadRequest, Message, RefusalCode, Refused, Request, TokenRequest
 from ring.core.stats import RetryCause
 from ring.session import Phase, Session
 from teacher.forward import TeacherModel
+from teacher.service import TeacherService
+from teacher.students import ServiceConfig
 from tests.ring.rig import HANG_GUARD_S, Teacher, consume, make_hello, open_ring, request_of, states_of, wait_until
 from transport.memory import SlotArena
 
@@ -321,6 +323,22 @@ def test_a_student_that_never_reads_is_dropped_in_time(model: TeacherModel) -> N
 
         wait_until(dropped, "the student to be dropped")
         student.close()
+
+
+def test_news_between_looking_for_work_and_waiting_for_it_is_not_missed(model: TeacherModel) -> None:
+    link, port = local_pair()
+    service = TeacherService(model, port, ServiceConfig(replica="r", backends=("local",), epoch="e"))
+    try:
+        assert not service.compute_turn()
+        link.send(make_hello(model))
+        assert service.io_turn()
+        waiting = threading.Thread(target=lambda: service.wait_for_work(timeout_s=10 * HANG_GUARD_S), daemon=True)
+        waiting.start()
+        waiting.join(HANG_GUARD_S)
+        assert not waiting.is_alive()
+    finally:
+        service.close()
+        link.close()
 
 
 def test_a_wrong_piece_of_the_head_is_refused(model: TeacherModel) -> None:

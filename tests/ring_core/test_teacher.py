@@ -24,14 +24,27 @@ def test_a_request_is_queued_computed_put_and_sent_with_its_times() -> None:
     assert seqs(batch) == [("s", 0), ("s", 1)]
     assert batch.work[0].received_s == 1.0
     first, second = machine.computed(batch.work, now_s=6.0)
-    # A pass of 1 s for two; idle from 0 to 1, on the first only.
-    assert first == Put("s", batch.work[0].request, forward_s=0.5, queue_s=4.0, idle_s=1.0)
-    assert second == Put("s", batch.work[1].request, forward_s=0.5, queue_s=3.0, idle_s=0.0)
+    # A pass of 1 s for two; idle from 0 to 1: each on the first only.
+    assert first == Put("s", batch.work[0].request, forward_s=1.0, queue_s=4.0, idle_s=1.0)
+    assert second == Put("s", batch.work[1].request, forward_s=0.0, queue_s=3.0, idle_s=0.0)
     machine.sent("s", FillId(0, 0, 0), now_s=7.0)
     machine.sent("s", FillId(1, 0, 1), now_s=7.0)
     stats = machine.stats(now_s=8.0)
     assert (stats.received, stats.sent, stats.queued, stats.computing, stats.sending) == (2, 2, 0, 0, 0)
     assert stats.idle_s == 1.0 + 2.0  # before the first request, and since the pass
+
+
+def test_forward_times_add_up_to_what_a_batch_took_however_many_passes_it_needed() -> None:
+    machine = teacher("s")
+    for seq in range(3):
+        machine.request("s", tokens(seq, slot=seq), now_s=1.0)
+    batch = machine.next_batch(now_s=5.0)
+    puts = [
+        put
+        for work, now_s in zip(batch.work, (6.0, 8.0, 11.0), strict=True)
+        for put in machine.computed([work], now_s=now_s)
+    ]
+    assert [put.forward_s for put in puts if isinstance(put, Put)] == [1.0, 2.0, 3.0]
 
 
 def test_idle_time_is_charged_to_one_pass_only() -> None:
