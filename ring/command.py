@@ -86,7 +86,7 @@ def run(command: Callable[[], None], *, prog: str, debug: bool) -> int:
     try:
         command()
     except DisaggKDError as error:
-        if debug:
+        if debug or _shows_debug():
             traceback.print_exc()
         sys.stdout.flush()
         print(f"{prog}: error: {one_line(str(error))}", file=sys.stderr, flush=True)
@@ -95,6 +95,7 @@ def run(command: Callable[[], None], *, prog: str, debug: bool) -> int:
         print(f"{prog}: interrupted", file=sys.stderr, flush=True)
         return 130
     except Exception as error:  # noqa: BLE001 - nothing is lost: the line names it, and --debug shows where
+        debug = debug or _shows_debug()
         if debug:
             traceback.print_exc()
         where = "" if debug else "; --debug shows where"
@@ -114,6 +115,11 @@ def set_up_logging(*, debug: bool) -> None:
         stream=sys.stderr,
         force=True,
     )
+
+
+def _shows_debug() -> bool:
+    """Whether `set_up_logging` was told so: by a configuration file, say, which the caller of `run` has not read."""
+    return logging.getLogger(__name__).isEnabledFor(logging.DEBUG)
 
 
 def one_line(text: str) -> str:

@@ -32,7 +32,7 @@ from student.rng import capture_rng
 from student.train.feed import Feed
 from student.train.loop import Loop, LoopSettings, Progress
 from student.train.resume import RunFiles, checkpoint_to_resume, claimed, curve_hash, identify, restore
-from student.train.teachers import Teachers, connected
+from student.train.teachers import Teachers, connected, resolve_device
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ def _parts(stack: ExitStack, config: TrainConfig, checkpoint: Checkpoint | None)
     assert config.student is not None
     adamw = AdamWSettings(beta1=config.beta1, beta2=config.beta2, weight_decay=config.weight_decay)
     _set_up_process(config)
-    device = _device(config.device)
+    device = resolve_device(config.device)
     student = load_student(
         config.student if checkpoint is None else str(checkpoint.model_dir),
         dtype=WEIGHT_DTYPES[config.precision],
@@ -193,17 +193,6 @@ def _set_up_process(config: TrainConfig) -> None:
     if config.deterministic:
         fix_kernels(num_threads=config.threads or torch.get_num_threads())
     torch.manual_seed(config.seed)
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ConfigError(f"--device {name}: {str(error).splitlines()[0]}; allowed: auto, cpu, cuda, cuda:N") from error
-    return device
 
 
 def _load_data(config: TrainConfig, student: LoadedStudent) -> tuple[TokenDataset, TokenDataset | None]:

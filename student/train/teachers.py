@@ -101,6 +101,18 @@ def _ring_config(config: TrainConfig) -> RingConfig:
     )
 
 
+def resolve_device(name: str) -> torch.device:
+    """The device of --device. Raises ConfigError: there is none of that name."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"--device {name}: {str(error).splitlines()[0]}; allowed: auto, cpu, cuda, cuda:N") from error
+    return device
+
+
 Connection = tuple[Hello, list[tuple[str, LinkOpener]], Callable[[], bool] | None]
 
 
@@ -140,7 +152,7 @@ def _colocated(config: TrainConfig, stack: ExitStack, token_map_hash: str, vocab
     if len(config.teacher) != 1:
         raise ConfigError(f"--layout colocated takes one --teacher DIR|ID, got {len(config.teacher)}")
     backends = registry.offered(config.transport, same_process=True)
-    model = load_teacher(config.teacher[0], dtype=config.teacher_dtype)
+    model = load_teacher(config.teacher[0], dtype=config.teacher_dtype, device=resolve_device(config.device))
     link, port = local_pair()
     service = TeacherService(
         model,
