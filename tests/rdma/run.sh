@@ -7,7 +7,7 @@ export PYTHON=${PYTHON:-$here/../../.venv/bin/python}
 cannot=0; [ "${REQUIRE_RDMA:-0}" = 1 ] && cannot=1
 cache=$("$here/prepare.sh") || { code=$?; [ "$code" = 75 ] && exit "$cannot"; exit "$code"; }
 code=0
-"$here/vm.sh" "$cache" 60 true >"$cache/boot.log" 2>&1 || code=$?
+"$here/vm.sh" "$cache" 150 true >"$cache/boot.log" 2>&1 || code=$?
 if [ "$code" != 0 ]; then
   echo "test-rdma: the virtual machine does not boot here; see $cache/boot.log and $cache/console.log" >&2
   exit "$cannot"
