@@ -11,6 +11,7 @@ import gc
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -56,6 +57,8 @@ QUICK_CASE = LossCase(rows=64, vocab_size=2000, student_hidden=32, teacher_hidde
 OTHER_SIZES = ((512, 32_000), (1024, 151_936), (512, 248_320))
 #: In --all only: they take long, and no target is about them.
 SLOW_WAYS = ("Liger, eager", "TRL, chunked")
+#: Rows at which keep's memory is measured: two windows.
+KEEP_ROWS = 256
 #: What --quick leaves out: they are the same code as others.
 SIMILAR_WAYS = ("keep, fast, FKL", "keep, fp32 logits, JSD", "recompute, fast, FKL")
 
@@ -155,7 +158,12 @@ def _ways(config: LossBenchConfig) -> tuple[list[Way], list[str]]:
 
 def measure(config: LossBenchConfig, case: LossCase, ways: Sequence[Way]) -> dict[str, Figures]:
     """Every way's figures. Raises MeasurementFailed."""
-    memory = {way.name: _memory(way, case, min(config.memory_rows, case.rows)) for way in ways if way.name != FLOOR}
+    measured = [way for way in ways if way.name != FLOOR]
+    rows = min(config.memory_rows, case.rows)
+    # Peaks don't mind company, times do.
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        found = pool.map(lambda way: _memory(way, case, rows), measured)
+        memory = {way.name: peak for way, peak in zip(measured, found, strict=True)}
     times = _times(config, replace(case, rows=min(config.timed_rows, case.rows)), ways)
     figures = {}
     for way in ways:
@@ -189,7 +197,8 @@ def _cpu_s(step: Callable[[], None], inputs: Inputs) -> float:
 
 def _memory(way: Way, case: LossCase, rows: int) -> tuple[float, float]:
     """(beside dX and one dW, what its conversion adds) for the rows of the case."""
-    part = replace(case, rows=rows)
+    # What keep holds does not grow with rows once a few windows were filled.
+    part = replace(case, rows=min(rows, KEEP_ROWS) if way.mode == "keep" else rows)
     if way.name == FULL:
         # Everything that it holds beside the gradients is rows x columns.
         part = replace(case, rows=max(rows // 2, 1))

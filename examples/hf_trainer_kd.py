@@ -35,14 +35,13 @@ class DistillationTrainer(transformers.Trainer):
 
     teacher: a causal LM with the same token map; it is moved to the device, and never trained."""
 
-    # compute_loss divides by the rows of the whole optimizer step, so no microbatch counts more for being short.
-    loss_is_scaled_for_ga = True
-
     def __init__(self, *args: Any, teacher: transformers.PreTrainedModel, kd_loss: KDLoss, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.teacher = teacher.to(self.args.device).eval().requires_grad_(False)
+        self.teacher: nn.Module = teacher.eval().requires_grad_(False)
+        self.teacher.to(self.args.device)
         self.kd_loss = kd_loss
-        # Asks the Trainer to count the labels of a step over microbatches and ranks.
+        # Asks the Trainer to count the labels of a step over microbatches and ranks. With that count as the divisor no
+        # microbatch counts more for being short, and the Trainer does not divide by their number.
         self.model_accepts_loss_kwargs = True
 
     def compute_loss(

@@ -27,17 +27,13 @@ from student.loss import KDLoss, head_of
 def loss_of(beta: float) -> KDLoss:
     """TRL's divergence of that beta: the weight of the teacher in the mixture, with KL's two directions at its ends.
     TRL multiplies by no T^2, and adds no cross entropy."""
-    plain = {"kd_weight": 1.0, "ce_weight": 0.0, "scale_t2": False}
-    if beta in (0.0, 1.0):
-        return KDLoss("forward_kl" if beta == 0.0 else "reverse_kl", **plain)
-    return KDLoss("jsd", teacher_weight=beta, **plain)
+    divergence = {0.0: "forward_kl", 1.0: "reverse_kl"}.get(beta, "jsd")
+    teacher_weight = beta if divergence == "jsd" else 0.5
+    return KDLoss(divergence, teacher_weight=teacher_weight, kd_weight=1.0, ce_weight=0.0, scale_t2=False)
 
 
 class FusedGKDTrainer(GKDTrainer):
     """GKDTrainer, with the same loss in a fraction of its memory."""
-
-    # compute_loss divides by the rows of the whole optimizer step.
-    loss_is_scaled_for_ga = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
