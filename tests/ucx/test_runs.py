@@ -10,6 +10,9 @@ import pytest
 
 from tests.ucx.conftest import NUM_STEPS, UCX_WAYS, Inputs, Start, curve, serve, train, transports
 
+#: Whole runs of teacher and student processes: minutes.
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def endpoint(start_shared: Start, inputs: Inputs) -> Iterator[str]:
@@ -53,8 +56,8 @@ def test_a_teacher_that_offers_nothing_but_ucx_is_used_by_a_student_that_was_tol
     [
         ("tcp", signal.SIGKILL),
         ("shared memory", signal.SIGSTOP),
-        pytest.param("tcp", signal.SIGSTOP, marks=pytest.mark.slow),
-        pytest.param("shared memory", signal.SIGKILL, marks=pytest.mark.slow),
+        pytest.param("tcp", signal.SIGSTOP),
+        pytest.param("shared memory", signal.SIGKILL),
     ],
 )
 def test_a_run_ends_with_exit_3_and_a_checkpoint_when_its_only_teacher_is_killed_or_stopped(
