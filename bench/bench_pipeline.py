@@ -209,6 +209,7 @@ def _connected(config: PipelineConfig, teacher: TeacherProcess) -> Iterator[Teac
         vocab_size=config.vocab_size,
         max_rows=config.rows,
         max_tokens=config.rows,
+        max_document_tokens=config.rows,
     ) as teachers:
         yield teachers
 

@@ -28,6 +28,8 @@ from ring.core.messages import Message
 
 #: Control frames queued for one peer; more means that it does not read, and sending to it fails.
 MAX_QUEUED_FRAMES = 1024
+#: Frames of one peer that this process holds before it reads them: of the largest kind they take a gibibyte.
+MAX_UNREAD_FRAMES = 64
 #: How long a frame that is already queued may still leave after close(), so that a Goodbye is heard.
 LINGER_MS = 200
 _ENDPOINT = re.compile(r"tcp://(?P<host>\[[0-9a-fA-F:.]+\]|[^:/\s]+):(?P<port>\d{1,5}|\*)")
@@ -256,7 +258,7 @@ def _bound_socket(socket: zmq.Socket[bytes], endpoint: str) -> None:
     """Bounds for what a peer can make this process hold. Heartbeats notice a cut link that TCP would not."""
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
     socket.setsockopt(zmq.SNDHWM, MAX_QUEUED_FRAMES)
-    socket.setsockopt(zmq.RCVHWM, MAX_QUEUED_FRAMES)
+    socket.setsockopt(zmq.RCVHWM, MAX_UNREAD_FRAMES)
     socket.setsockopt(zmq.LINGER, LINGER_MS)
     socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10000)

@@ -13,6 +13,8 @@ DEFAULT_ENDPOINT = "tcp://127.0.0.1:5555"
 #: Where `make demo` leaves its models; the bare command uses them.
 DEMO_DIR = Path("runs/demo")
 
+#: More would only fail later: no machine has that many cores.
+MAX_THREADS = 4096
 #: Of a run's name, as messages to replicas may carry it.
 MAX_NAME_BYTES = 256
 
@@ -112,6 +114,8 @@ class TrainConfig:
         for name in ("steps", "epochs", "workspace_bytes"):
             value = getattr(self, name)
             _require(self, name, value is None or value >= 1, ">= 1")
+        _require(self, "seed", 0 <= self.seed < 2**63, "0 to 2^63 - 1")
+        _require(self, "threads", self.threads <= MAX_THREADS, f"at most {MAX_THREADS}")
         if len(self.run_name.encode()) > MAX_NAME_BYTES:
             num_bytes = len(self.run_name.encode())
             raise ConfigError(f"--run-name must have at most {MAX_NAME_BYTES} bytes, got {num_bytes}")

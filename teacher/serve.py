@@ -39,6 +39,8 @@ logger = logging.getLogger(PROG)
 DEMO_MODEL = Path("runs/demo/teacher")
 #: A drain that takes longer than this is given up: a student that does not read must not keep the process.
 DRAIN_TIMEOUT_S = 60.0
+#: More would only fail later: no machine has that many cores.
+MAX_THREADS = 4096
 #: Of a replica's name, as messages may carry it.
 MAX_NAME_BYTES = 256
 
@@ -68,8 +70,8 @@ class ServeConfig:
                 raise ConfigError(f"--{name.replace('_', '-')} must be >= 1, got {getattr(self, name)}")
         if len(self.replica.encode()) > MAX_NAME_BYTES:
             raise ConfigError(f"--replica must have at most {MAX_NAME_BYTES} bytes, got {len(self.replica.encode())}")
-        if self.threads < 0:
-            raise ConfigError(f"--threads must be >= 0, got {self.threads}")
+        if not 0 <= self.threads <= MAX_THREADS:
+            raise ConfigError(f"--threads must be 0 to {MAX_THREADS}, got {self.threads}")
         if not 0 < self.student_timeout < float("inf"):
             raise ConfigError(f"--student-timeout must be > 0, got {self.student_timeout}")
 

@@ -94,6 +94,9 @@ class Students:
             wire_dtypes=model.wire_dtypes,
             max_rows=self._config.max_batch_tokens,
             max_tokens=self._config.max_batch_tokens,
+            max_document_tokens=min(
+                self._config.max_batch_tokens, model.max_positions or self._config.max_batch_tokens
+            ),
             host_id=host_id(),
             backends=self._config.backends,
         )

@@ -185,6 +185,7 @@ SCHEMAS: Mapping[str, Record] = {
             "wire_dtypes": Tuple(Enum(WireDtype), max_items=len(WireDtype)),
             "max_rows": _COUNT,
             "max_tokens": _COUNT,
+            "max_document_tokens": _COUNT,
             "host_id": _NAME,
             "backends": _BACKENDS,
         },

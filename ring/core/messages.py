@@ -81,7 +81,8 @@ class HeadInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class Welcome:
-    """Teacher -> student: who answers, and what it can send. `max_rows`, `max_tokens`: limits of one request."""
+    """Teacher -> student: who answers, and what it can send. `max_rows`, `max_tokens`: limits of one request;
+    `max_document_tokens`: of each document in it."""
 
     replica: str
     epoch: str
@@ -92,6 +93,7 @@ class Welcome:
     wire_dtypes: tuple[WireDtype, ...]
     max_rows: int
     max_tokens: int
+    max_document_tokens: int
     host_id: str
     backends: tuple[str, ...]
 

@@ -13,9 +13,10 @@ from types import FrameType
 
 import torch
 
-from ring.core.errors import DisaggKDError
+from ring.core.errors import ConfigError, DisaggKDError
 from ring.prefetch import Ring
-from student.data import MicroBatchPlan, PlannedStep, TokenDataset, sequential_microbatches
+from student.data import MicroBatch, MicroBatchPlan, PlannedStep, TokenDataset, sequential_microbatches
+from student.loss import KDOutput
 from student.metrics import MetricsFile, Reporter, StepMetrics, peak_rss_bytes
 from student.model import DistilledStudent, evaluate
 from student.optim import Schedule, StudentOptimizer, clip_gradients
@@ -160,10 +161,8 @@ class Loop:
             batch = self._feed.next()
             tokens += batch.num_tokens
             with self._feed.states(batch, stopping=lambda: bool(self._stop_signal)) as states:
-                out = self._module(
-                    **batch.inputs(device), teacher_hidden=self._on_device(states), num_rows=planned.num_rows
-                )
-                out.loss.backward()
+                out = self._forward(batch, states, num_rows=planned.num_rows)
+                torch.autograd.backward(out.loss)
             parts += torch.stack([out.loss.detach(), out.kd, out.ce]).double()
         norm = float(clip_gradients(self._module.parameters(), max_norm=self._settings.clip_norm))
         if not math.isfinite(norm):
@@ -206,6 +205,16 @@ class Loop:
             retries=after.retries,
             peak_rss_bytes=peak_rss_bytes(),
         )
+
+    def _forward(self, batch: MicroBatch, states: torch.Tensor | None, *, num_rows: int) -> KDOutput:
+        try:
+            out: KDOutput = self._module(
+                **batch.inputs(self._settings.device), teacher_hidden=self._on_device(states), num_rows=num_rows
+            )
+        except (ValueError, OverflowError) as error:
+            # The loss refuses settings and models like this: it knows nothing of commands and their errors.
+            raise ConfigError(f"step {self.progress.step + 1}: {error}") from error
+        return out
 
     def _on_device(self, states: torch.Tensor | None) -> torch.Tensor | None:
         """The states where the loss runs; on the CPU they are read in place. A microbatch without rows has none."""

@@ -108,7 +108,9 @@ def checkpoint_to_resume(config: TrainConfig, files: RunFiles) -> Checkpoint | N
 
     Raises ConfigError: --out holds another run, or no whole checkpoint, or one of other settings; nothing is lost."""
     if not config.resume:
-        if files.metrics.exists() or files.checkpoints.exists():
+        # One that ended before its first step left nothing to lose.
+        has_steps = files.metrics.exists() and files.metrics.stat().st_size > 0
+        if has_steps or files.checkpoints.exists():
             raise ConfigError(f"--out {files.root} holds a run already; allowed: --resume, or another directory")
         return None
     checkpoint, skipped = latest_checkpoint(files.checkpoints)

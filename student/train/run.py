@@ -109,7 +109,7 @@ def _parts(stack: ExitStack, config: TrainConfig, checkpoint: Checkpoint | None)
         plan=plan,
         schedule=schedule,
         adamw=adamw,
-        teachers=_connect(stack, config, student, plan),
+        teachers=_connect(stack, config, student, data, plan),
     )
 
 
@@ -231,7 +231,9 @@ def _plan(config: TrainConfig, data: TokenDataset) -> MicroBatchPlan:
     )
 
 
-def _connect(stack: ExitStack, config: TrainConfig, student: LoadedStudent, plan: MicroBatchPlan) -> Teachers | None:
+def _connect(
+    stack: ExitStack, config: TrainConfig, student: LoadedStudent, data: TokenDataset, plan: MicroBatchPlan
+) -> Teachers | None:
     if config.kd_weight == 0:
         return None
     if student.tokenizer is None:
@@ -247,6 +249,7 @@ def _connect(stack: ExitStack, config: TrainConfig, student: LoadedStudent, plan
             vocab_size=num_tokens_of(token_ids),
             max_rows=plan.max_microbatch_rows(),
             max_tokens=plan.max_microbatch_tokens(),
+            max_document_tokens=int(data.lengths.max()),
         )
     )
 

@@ -44,12 +44,19 @@ class Teachers:
 
 @contextmanager
 def connected(
-    config: TrainConfig, *, token_map_hash: str, vocab_size: int, max_rows: int, max_tokens: int
+    config: TrainConfig,
+    *,
+    token_map_hash: str,
+    vocab_size: int,
+    max_rows: int,
+    max_tokens: int,
+    max_document_tokens: int,
 ) -> Iterator[Teachers]:
     """Connect, open slots of `max_rows` states, fetch the head; closed when the block ends.
 
-    max_tokens: of the largest microbatch. Raises ConfigError: models that don't fit together, a missing transport, too
-    little memory. Raises TeacherLost: no replica answers in time."""
+    max_tokens: of the largest microbatch; max_document_tokens: of the longest document.
+    Raises ConfigError: models that don't fit together, a missing transport, too little memory. Raises TeacherLost: no
+    replica answers in time."""
     with ExitStack() as stack:
         hello, links, idle_work = (_colocated if config.layout == "colocated" else _disaggregated)(
             config, stack, token_map_hash, vocab_size
@@ -72,6 +79,11 @@ def connected(
             raise ConfigError(
                 f"a microbatch has up to {max_tokens} tokens, the teacher takes {welcome.max_tokens} in a request: "
                 f"lower --batch-size or --max-length, or raise the teacher's --max-batch-tokens"
+            )
+        if max_document_tokens > welcome.max_document_tokens:
+            raise ConfigError(
+                f"the longest document has {max_document_tokens} tokens, the teacher takes "
+                f"{welcome.max_document_tokens}: lower --max-length"
             )
         wire_dtype = welcome.wire_dtypes[0]
         slots_bytes = ring.open(max_rows=max_rows, wire_dtype=wire_dtype)

@@ -156,6 +156,7 @@ def test_messages_out_of_order_end_the_handshake(
             wire_dtypes=(model.dtype,),
             max_rows=1,
             max_tokens=1,
+            max_document_tokens=1,
             host_id="h",
             backends=("shm",),
         ),

@@ -14,8 +14,8 @@ from teacher.forward import TeacherModel
 from tests.ring.rig import BACKENDS, HANG_GUARD_S, Teacher, consume, open_ring, request_of, wait_until
 
 
-def held() -> dict[str, object]:
-    """What this process holds that could be left behind."""
+def held(sockets: Path) -> dict[str, object]:
+    """What this process holds that could be left behind. sockets: where it makes its socket files."""
     gc.collect()
     links = (Path("/proc/self/fd") / fd for fd in os.listdir("/proc/self/fd"))
     return {
@@ -23,7 +23,7 @@ def held() -> dict[str, object]:
         "threads": sorted(thread.name for thread in threading.enumerate()),
         "tasks": len(os.listdir("/proc/self/task")),
         "slots": sum("memfd:disaggkd" in line for line in Path("/proc/self/maps").read_text().splitlines()),
-        "socket directories": sorted(str(path) for path in Path(tempfile.gettempdir()).glob("disaggkd-*")),
+        "socket directories": sorted(path.name for path in sockets.iterdir()),
     }
 
 
@@ -49,9 +49,13 @@ def use_and_close(model: TeacherModel, backend: str, ending: str) -> None:
 
 @pytest.mark.parametrize("ending", ["ring first", "teacher first", "a lease is held", "frozen teacher"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_nothing_is_left_behind(model: TeacherModel, backend: str, ending: str) -> None:
+def test_nothing_is_left_behind(
+    model: TeacherModel, backend: str, ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     use_and_close(model, backend, ending)  # what is made once for a process is made here
-    before = held()
+    before = held(tmp_path)
     for _ in range(2):
         use_and_close(model, backend, ending)
-    wait_until(lambda: held() == before, f"what was opened to be closed: {before}, now {held()}")
+    wait_until(lambda: held(tmp_path) == before, f"what was opened to be closed: {before}, now {held(tmp_path)}")

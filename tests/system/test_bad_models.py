@@ -238,6 +238,22 @@ def test_a_microbatch_larger_than_the_teacher_takes(start_teacher: Start, start_
     check_untouched(student)
 
 
+def test_a_document_longer_than_the_teacher_has_positions_for(
+    tmp_path: Path, start_teacher: Start, start_student: Start
+) -> None:
+    short = build_tiny_checkpoint(tmp_path / "short", "qwen3", seed=1, hidden_size=48, max_position_embeddings=24)
+    student = start_student("--teacher", start_teacher(model=short).endpoint)
+    check_refusal(student, 2, "the longest document has ", "tokens, the teacher takes 24: lower --max-length")
+    check_untouched(student)
+
+
+def test_what_the_loss_refuses_is_a_matter_of_settings(endpoint: str, start_student: Start) -> None:
+    student = start_student("--teacher", endpoint, "--workspace-bytes", 1)
+    check_refusal(student, 2, "step 1: workspace_bytes: got 1; allowed: ")
+    again = start_student("--teacher", endpoint, "--steps", 6)
+    again.succeed()  # nothing was trained there, so nothing stands in the way
+
+
 def test_a_ring_that_memory_can_not_hold(start_teacher: Start, start_student: Start) -> None:
     generous = start_teacher("--max-batch-tokens", 2**30)
     student = start_student(
