@@ -1,20 +1,46 @@
-"""How a computed answer becomes a fill: the header that travels with it, about what was really computed."""
+"""From a batch of requests to fills: what is computed, and the header that travels with it, about what really was."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import crc32c
 import torch
 
 from planner.input_hash import input_hash
-from ring.core.messages import FillHeader, Payload, TokenRequest, WireDtype
-from ring.core.teacher import Put
+from ring.core.messages import FillHeader, HeadRequest, Payload, TokenRequest, WireDtype
+from ring.core.teacher import Batch, Put, Work, WorkKind
 from teacher.forward import TeacherModel
 from transport.memory import as_bytes
 
 #: The states of one request, piece by piece; no piece is copied before it is sent.
 Parts = Sequence[torch.Tensor]
+
+
+def compute(
+    model: TeacherModel,
+    batch: Batch,
+    *,
+    wire_dtypes: Sequence[WireDtype],
+    max_batch_tokens: int,
+    deterministic: bool,
+) -> Iterator[tuple[Work, Parts]]:
+    """Each request of the batch with its answer, as soon as that is there: one forward pass (several, where they don't
+    fit into one), or pieces of the head. Raises whatever the model does. wire_dtypes: one for each request."""
+    if batch.kind is WorkKind.HEAD:
+        for work in batch.work:
+            assert isinstance(work.request.payload, HeadRequest)
+            yield work, model.head_piece(work.request.payload)
+        return
+    payloads = [work.request.payload for work in batch.work]
+    answers = model.iter_forward(
+        [payload for payload in payloads if isinstance(payload, TokenRequest)],
+        wire_dtypes=wire_dtypes,
+        max_batch_tokens=max_batch_tokens,
+        deterministic=deterministic,
+    )
+    for index, pieces in answers:
+        yield batch.work[index], pieces
 
 
 def fill_header(

@@ -13,7 +13,6 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
 from contextlib import suppress
 
 from ring.control import ControlPort
@@ -24,7 +23,6 @@ from ring.core.messages import (
     Cancel,
     FillId,
     Goodbye,
-    HeadRequest,
     Hello,
     Message,
     Offer,
@@ -38,7 +36,6 @@ from ring.core.messages import (
     WireDtype,
 )
 from ring.core.teacher import (
-    Batch,
     DropStudent,
     Put,
     Refuse,
@@ -46,9 +43,8 @@ from ring.core.teacher import (
     TeacherMachine,
     TeacherStats,
     Work,
-    WorkKind,
 )
-from teacher.answers import Parts, fill_header
+from teacher.answers import Parts, compute, fill_header
 from teacher.forward import TeacherModel
 from teacher.students import ServiceConfig, Student, Students
 
@@ -168,7 +164,14 @@ class TeacherService:
                 return bool(batch.actions)
         pending = list(batch.work)
         try:
-            for work, parts in self._answer(batch):
+            answers = compute(
+                self._model,
+                batch,
+                wire_dtypes=[self._wire_dtype_of(work.student) for work in batch.work],
+                max_batch_tokens=self._config.max_batch_tokens,
+                deterministic=self._config.deterministic,
+            )
+            for work, parts in answers:
                 pending.remove(work)
                 self._hand_over(work, parts)
         except Exception as failure:
@@ -310,23 +313,6 @@ class TeacherService:
         self._forget_unwanted()
 
     # ---- fills ---------------------------------------------------------------------------------------------------
-
-    def _answer(self, batch: Batch) -> Iterator[tuple[Work, Parts]]:
-        """One forward pass (several, where its requests don't fit into one), or pieces of the head."""
-        if batch.kind is WorkKind.HEAD:
-            for work in batch.work:
-                assert isinstance(work.request.payload, HeadRequest)
-                yield work, self._model.head_piece(work.request.payload)
-            return
-        payloads = [work.request.payload for work in batch.work]
-        answers = self._model.iter_forward(
-            [payload for payload in payloads if isinstance(payload, TokenRequest)],
-            wire_dtypes=[self._wire_dtype_of(work.student) for work in batch.work],
-            max_batch_tokens=self._config.max_batch_tokens,
-            deterministic=self._config.deterministic,
-        )
-        for index, pieces in answers:
-            yield batch.work[index], pieces
 
     def _wire_dtype_of(self, name: str) -> WireDtype:
         with self._lock:
