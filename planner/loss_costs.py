@@ -40,7 +40,7 @@ class LossTuning:
 # CPU: blocks of one to a few rows stay in the caches. CUDA: a block is a kernel launch, so few and large.
 TUNING: Mapping[str, LossTuning] = MappingProxyType(
     {
-        "cpu": LossTuning(keep_rows=128, recompute_rows=1024, tile_columns=4096, block_elements=200_000),
+        "cpu": LossTuning(keep_rows=128, recompute_rows=1024, tile_columns=2048, block_elements=200_000),
         "cuda": LossTuning(keep_rows=512, recompute_rows=4096, tile_columns=8192, block_elements=1 << 25),
     }
 )

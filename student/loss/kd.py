@@ -29,8 +29,9 @@ class KDLoss(DistillationLoss):
         skew_reverse_kl  KL(p_s || a p_s + (1 - a) p_t)
         tvd              sum |p_s - p_t| / 2
 
-    precision: "fp32" makes float32-grade logits from 16-bit states (on CPU at the cost of a second product); "fast"
-    rounds them to the states' dtype, which loses a third of the gradient where the models are nearly equal.
+    precision: "fp32" makes float32-grade logits from 16-bit states (on a CPU with matrix units for 16 bits at the cost
+    of a second product); "fast" rounds them to the states' dtype, which loses a third of the gradient where the models
+    are nearly equal. A CPU without matrix units gains nothing from that and makes float32 logits either way.
     workspace_bytes: what a call may allocate beside statistics and gradients. Logits of a full-rate window of rows are
     kept where that fits (None: where it takes at most 5 % of the free memory), else they are recomputed tile by tile.
 

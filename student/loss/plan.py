@@ -29,10 +29,8 @@ def work_dtype(hidden: Tensor) -> torch.dtype:
 
 def logit_planes(call: LossCall, hidden: Tensor, head: Head) -> tuple[torch.dtype, ...]:
     """The dtypes that one side's logits are kept in."""
-    precision = call.options.precision
-    return plane_dtypes(
-        product_dtype(hidden, head.weight, precision), device_type=hidden.device.type, precision=precision
-    )
+    dtype = product_dtype(hidden, head.weight)
+    return plane_dtypes(dtype, device_type=hidden.device.type, precision=call.options.precision)
 
 
 def make_epilogue(call: LossCall, mode: Mode) -> Epilogue:
@@ -47,7 +45,7 @@ def make_epilogue(call: LossCall, mode: Mode) -> Epilogue:
         teacher_planes = logit_planes(call, call.teacher_hidden, call.teacher_head)
     kind = _epilogue_class(call, entry)
     fused = mode == "keep" and call.vocab_group is None
-    operand_dtype = product_dtype(call.student_hidden, call.student_head.weight, options.precision)
+    operand_dtype = product_dtype(call.student_hidden, call.student_head.weight)
     return kind(
         entry=entry,
         mix=entry.mix(options) if entry else 0.0,
@@ -85,12 +83,12 @@ def loss_shape(call: LossCall, epilogue: Epilogue) -> LossShape:
     """The call in the planner's numbers."""
     student_planes = logit_planes(call, call.student_hidden, call.student_head)
     teacher_planes: tuple[torch.dtype, ...] = ()
-    precision, given_bytes = call.options.precision, call.student_hidden.dtype.itemsize
-    state_bytes = product_dtype(call.student_hidden, call.student_head.weight, precision).itemsize
+    given_bytes = call.student_hidden.dtype.itemsize
+    state_bytes = product_dtype(call.student_hidden, call.student_head.weight).itemsize
     casts_states = state_bytes != given_bytes
     if call.teacher_hidden is not None and call.teacher_head is not None:
         teacher_planes = logit_planes(call, call.teacher_hidden, call.teacher_head)
-        teacher_dtype = product_dtype(call.teacher_hidden, call.teacher_head.weight, precision)
+        teacher_dtype = product_dtype(call.teacher_hidden, call.teacher_head.weight)
         state_bytes = max(state_bytes, teacher_dtype.itemsize)
         casts_states |= teacher_dtype != call.teacher_hidden.dtype
     return LossShape(

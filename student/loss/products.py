@@ -3,9 +3,9 @@
 They run in the states' dtype, and from 16-bit states float32-grade logits are made in one of three ways. On CUDA the
 product itself writes float32. On a CPU with matrix units for 16 bits a second product gives the part that the first
 one's rounding lost (`low = x w - high`), so that high + low errs by 1e-4 where high alone errs by 5e-2. On other CPUs a
-16-bit product costs about as much as a float32 one (measured without AMX, 128 rows x 32k columns, widths 64 to 2048:
-70-80 GFLOP/s against 100-130), so two of them are the dear way: there the window's states are cast to float32, the
-weight tile by tile, and every product runs in float32. A weight of another dtype is cast tile by tile anyway.
+16-bit product is no cheaper than a float32 one (measured without AMX, 128 rows x 32k columns, widths 64 to 2048: 70-80
+GFLOP/s against 100-130): there the window's states are cast to float32, the weight tile by tile, and every product runs
+in float32. A weight of another dtype is cast tile by tile anyway.
 
 Legend: R rows of a window, C columns of a tile, H hidden size.
 """
@@ -54,8 +54,8 @@ class Arena:
 
 @lru_cache
 def has_matrix_units(dtype: torch.dtype) -> bool:
-    """Whether this CPU multiplies matrices of a 16-bit dtype much faster than float32 ones: at more than twice the rate
-    two 16-bit products are the cheaper way to a float32-grade logit. A property of the processor, not a measurement: a
+    """Whether this CPU multiplies matrices of a 16-bit dtype at more than twice the rate of float32 ones, so that even
+    two such products are the cheaper way to a float32-grade logit. A property of the processor, not a measurement: a
     run repeats itself."""
     # Named with an underscore in torch, but the one place that also asks the kernel for leave to use the units.
     if dtype == torch.bfloat16:
@@ -71,12 +71,12 @@ def plane_dtypes(operand_dtype: torch.dtype, *, device_type: str, precision: str
     return (torch.float32,) if device_type == "cuda" else (operand_dtype, operand_dtype)
 
 
-def product_dtype(hidden: Tensor, weight: Tensor, precision: str) -> torch.dtype:
+def product_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
     """The dtype that products with these states run in: theirs (the weight's for states that travelled in 8 bits), or
-    float32 where float32-grade logits are cheaper so."""
+    float32 on a CPU that is no faster with 16 bits, where even "fast" has nothing to gain from rounding."""
     dtype = hidden.dtype if hidden.dtype.itemsize > 1 else weight.dtype
-    wants_float32 = dtype.itemsize == 2 and precision == "fp32" and hidden.device.type == "cpu"
-    return torch.float32 if wants_float32 and not has_matrix_units(dtype) else dtype
+    is_slow = dtype.itemsize == 2 and hidden.device.type == "cpu" and not has_matrix_units(dtype)
+    return torch.float32 if is_slow else dtype
 
 
 def cast_tiles(

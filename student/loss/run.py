@@ -214,7 +214,7 @@ class LossRun:
         return self._cast(call.rows.pick(call.student_hidden, start, stop), call.student_head, arena.since(0))
 
     def _cast(self, hidden_RH: Tensor, head: Head, room: Arena) -> Tensor:
-        dtype = product_dtype(hidden_RH, head.weight, self.call.options.precision)
+        dtype = product_dtype(hidden_RH, head.weight)
         return hidden_RH if hidden_RH.dtype == dtype else room.take(hidden_RH.shape, dtype).copy_(hidden_RH)
 
     def _windows(self) -> Iterator[tuple[int, int]]:

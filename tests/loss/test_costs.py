@@ -136,8 +136,8 @@ def test_the_workspace_is_the_closed_form_on_either_kind_of_cpu(mode: Mode, prec
     loss.mode, loss.rows, loss.columns, loss.block_elements = mode, 10, 64, 400
     loss(*arguments, **keywords).loss.backward()
     has_two_planes = precision == "fp32" and matrix_units
-    casts = precision == "fp32" and not matrix_units
-    assert loss.shape.student_logit_bytes == (2 if precision == "fast" else 4)
+    casts = not matrix_units
+    assert loss.shape.student_logit_bytes == (2 if precision == "fast" and matrix_units else 4)
     assert loss.shape.student_logit_products == (2 if has_two_planes else 1)
     assert (loss.shape.casts_states, loss.shape.state_bytes) == (casts, 4 if casts else 2)
     # dX is made in the states' dtype whatever the products run in.

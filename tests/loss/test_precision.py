@@ -41,7 +41,7 @@ def near_equal_problem(dtype: torch.dtype) -> Problem:
 
 @pytest.mark.parametrize("divergence", ["forward_kl", "jsd"])
 @both_modes
-def test_near_equal_models_in_bf16_keep_their_gradient(divergence: str, mode: Mode) -> None:
+def test_near_equal_models_in_bf16_keep_their_gradient(divergence: str, mode: Mode, matrix_units: bool) -> None:
     problem = near_equal_problem(torch.bfloat16)
     options = LossOptions(divergence=divergence, kd_weight=1.0, ce_weight=0.0)
     exact = problem.solve_exactly(options)
@@ -52,7 +52,9 @@ def test_near_equal_models_in_bf16_keep_their_gradient(divergence: str, mode: Mo
     assert d_weight <= 5e-3
     # What the float32-grade logits are for: rounded to bf16 the gradient is lost, with full logits just the same.
     fast = planned_loss(replace(options, precision="fast"), mode, rows=64, columns=2048, block_elements=64_000)
-    assert errors(problem.solve(fast), exact)[1] >= 0.1
+    d_hidden = errors(problem.solve(fast), exact)[1]
+    # Where 16-bit products are no faster, nothing is rounded for speed.
+    assert d_hidden >= 0.1 if matrix_units else d_hidden <= 5e-3
     assert errors(problem.solve(FullLogitsLoss.from_options(options)), exact)[1] >= 0.1
 
 
