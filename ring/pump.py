@@ -211,6 +211,7 @@ class Pump:
         if session.phase is Phase.READY and not replica.up and self.machine is not None:
             replica.up, replica.backoff_s, replica.refusal = True, RECONNECT_MIN_S, None
             self._ever_up = True
+            logger.info("replica up: %s (%s)", replica.name, welcome.replica)
             with self.lock:
                 self._actions.extend(
                     self.machine.replica_up(
