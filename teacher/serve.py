@@ -15,7 +15,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -115,8 +115,7 @@ def serve(config: ServeConfig) -> None:
         )
         with closing(service):
             facts = f"model={model.name} fingerprint={model.fingerprint} transport={','.join(backends)}"
-            _announce(config, port.endpoint, facts)
-            run_service(service)
+            run_service(service, ready=lambda: _announce(config, port.endpoint, facts))
     finally:
         port.close()
         context.term()
@@ -149,8 +148,10 @@ def _aside(name: str) -> Path:
     return Path(name).with_name(Path(name).name + ".tmp")
 
 
-def run_service(service: TeacherService) -> None:
-    """Both threads, until a signal asks for the end and everything held is answered."""
+def run_service(service: TeacherService, *, ready: Callable[[], None] = lambda: None) -> None:
+    """Both threads, until a signal asks for the end and everything held is answered.
+
+    ready: called once students are served and signals are heeded: whoever is told may send one at once."""
     stop = threading.Event()
     failures: list[BaseException] = []
 
@@ -162,6 +163,7 @@ def run_service(service: TeacherService) -> None:
     io_thread = threading.Thread(target=_talk_or_fail, args=(service, done, failures), name="teacher-io", daemon=True)
     io_thread.start()
     try:
+        ready()
         while not stop.is_set() and not failures:
             if not service.compute_turn():
                 service.wait_for_work(timeout_s=0.5)
