@@ -40,6 +40,7 @@ def run_child(request: dict[str, Any]) -> None:
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # a suite that runs under nohup ignores it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     os.chdir(request["cwd"])
     for number, name, flags in (
         (0, os.devnull, os.O_RDONLY),
