@@ -69,7 +69,8 @@ def test_a_run_ends_with_exit_3_and_a_checkpoint_when_its_only_teacher_is_killed
         start,
         inputs,
         *("--teacher", endpoint, "--transport", "ucx", "--steps", 100_000),
-        *("--peer-timeout", 1, "--teacher-timeout", 1),
+        # Long enough for the first handshake on a machine that has other work.
+        *("--peer-timeout", 3, "--teacher-timeout", 20),
         name="student",
         env=env,
     )
