@@ -14,7 +14,7 @@ import msgpack
 import pytest
 import zmq
 
-from ring.control import ZmqPort, check_exposure
+from ring.control import ZmqPort
 from ring.core import codec
 from ring.core.errors import ConfigError, RemoteProtocolError, TeacherLost
 from ring.core.messages import (
@@ -361,48 +361,3 @@ def test_a_teacher_that_denies_later_is_asked_again_and_waited_for(model: Teache
             ring.submit(3, request_of(3))
             with pytest.raises(TeacherLost, match="refuses this student: the tokenizers differ"):
                 ring.next_lease(timeout_s=HANG_GUARD_S)
-
-
-def test_a_port_in_use_is_said_so(asked: Teacher) -> None:
-    context = zmq.Context()
-    with pytest.raises(ConfigError, match=rf"--listen {asked.endpoint} can't be bound: .*; allowed: a free local port"):
-        ZmqPort(context, asked.endpoint)
-    context.term()
-
-
-def test_a_port_can_be_used_again_at_once(model: TeacherModel) -> None:
-    """Case 60."""
-    with Teacher(model) as first, open_ring(model, first) as ring:
-        consume(ring, model, range(2))
-        for seq in range(2, 4):
-            first.close()
-            with Teacher(model, listen=first.endpoint):
-                consume(ring, model, range(seq, seq + 1))
-
-
-@pytest.mark.parametrize(
-    "endpoint", ["tcp://0.0.0.0:5555", "tcp://10.1.2.3:5555", "tcp://[::]:5555", "tcp://a.host:5555"]
-)
-def test_an_address_that_others_reach_needs_the_users_word(endpoint: str) -> None:
-    with pytest.raises(
-        ConfigError, match=r"--listen .* leaves this machine.*allowed: a loopback address, or --insecure"
-    ):
-        check_exposure(endpoint, flag="--listen", insecure=False)
-    check_exposure(endpoint, flag="--listen", insecure=True)
-
-
-@pytest.mark.parametrize(
-    "endpoint", ["tcp://127.0.0.1:5555", "tcp://127.9.9.9:1", "tcp://localhost:5555", "tcp://[::1]:5"]
-)
-def test_a_loopback_address_needs_no_word(endpoint: str) -> None:
-    check_exposure(endpoint, flag="--teacher", insecure=False)
-
-
-@pytest.mark.parametrize(
-    "endpoint", ["127.0.0.1:5555", "tcp://127.0.0.1", "tcp://:5555", "tcp://h:0", "tcp://h:70000", "ipc://x", ""]
-)
-def test_what_is_no_endpoint_is_refused_with_an_example(endpoint: str) -> None:
-    with pytest.raises(
-        ConfigError, match=r"is not an endpoint; allowed: tcp://HOST:PORT, e\.g\. tcp://127\.0\.0\.1:5555"
-    ):
-        check_exposure(endpoint, flag="--teacher", insecure=True)

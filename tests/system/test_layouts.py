@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,21 @@ def test_the_curve_is_the_same_to_the_bit_whatever_carries_the_states(
     student.succeed()
     assert curve(student.out) == quiet_curve
     assert list(student.summary["transports"].values()) == ["local" if layout == "colocated" else "zmq"]
+
+
+def test_students_of_one_teacher_do_not_disturb_each_other(
+    endpoint: str, quiet_curve: list[dict[str, Any]], start_student: Start
+) -> None:
+    """Two train side by side over different transports while a third one is killed."""
+    one = start_student("--teacher", endpoint, "--transport", "shm", out="one")
+    two = start_student("--teacher", endpoint, "--transport", "zmq", out="two")
+    doomed = start_student("--teacher", endpoint, "--steps", 100000, out="doomed")
+    doomed.until_step(5)
+    doomed.send(signal.SIGKILL)
+    one.succeed()
+    two.succeed()
+    assert curve(one.out) == quiet_curve
+    assert curve(two.out) == quiet_curve
 
 
 def test_the_fused_loss_follows_the_full_one(
