@@ -1,4 +1,4 @@
-"""Where a teacher may listen and a trainer may connect: ports in use and used again, and addresses that others reach."""
+"""Where a teacher may listen and a trainer connect: ports in use and used again, addresses that others reach."""
 
 from __future__ import annotations
 
