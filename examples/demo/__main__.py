@@ -30,7 +30,7 @@ PROG = "demo"
 #: Calibrated on two CPU cores: a longer-trained teacher is a better one, but five minutes is what a demo may take.
 TEACHER_SHAPE = {"hidden_size": 256, "num_layers": 4}
 STUDENT_SHAPE = {"hidden_size": 128, "num_layers": 2}
-TEACHER_STEPS, TEACHER_LR = 450, 1.5e-3
+TEACHER_STEPS, TEACHER_LR = 400, 1.5e-3
 #: From random weights, and for models that know something already.
 STUDENT_LR, OWN_STUDENT_LR = 1.5e-3, 1e-4
 SEQUENCE_TOKENS, BATCH_SIZE = 256, 8
