@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +56,19 @@ class Zygote:
         self._codes: dict[int, int] = {}
         self._next_pid()  # its own: everything is imported
 
-    def start(self, module: str, arguments: Sequence[str], *, cwd: Path, out: Path, error: Path) -> int:
+    def start(
+        self,
+        module: str,
+        arguments: Sequence[str],
+        *,
+        cwd: Path,
+        out: Path,
+        error: Path,
+        env: Mapping[str, str],
+        namespaces: Sequence[str],
+    ) -> int:
         request = {"module": module, "arguments": arguments, "cwd": str(cwd), "out": str(out), "error": str(error)}
+        request |= {"env": dict(env), "namespaces": list(namespaces)}
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(request).encode() + b"\n")
         self._process.stdin.flush()
@@ -102,14 +113,28 @@ def zygote() -> Zygote:
 
 
 class Command:
-    """`python -m module arguments` as a process of its own."""
+    """`python -m module arguments` as a process of its own. env: variables that it has besides ours. namespaces: paths
+    of Linux namespaces that it runs in."""
 
-    def __init__(self, module: str, *arguments: object, cwd: Path) -> None:
+    def __init__(
+        self,
+        module: str,
+        *arguments: object,
+        cwd: Path,
+        env: Mapping[str, str] | None = None,
+        namespaces: Sequence[str] = (),
+    ) -> None:
         number = sum(path.name.startswith(f"{module}-") for path in cwd.iterdir())
         self.out_file = cwd / f"{module}-{number}.out"
         self.error_file = cwd / f"{module}-{number}.err"
         self.pid = zygote().start(
-            module, [str(one) for one in arguments], cwd=cwd, out=self.out_file, error=self.error_file
+            module,
+            [str(one) for one in arguments],
+            cwd=cwd,
+            out=self.out_file,
+            error=self.error_file,
+            env=env or {},
+            namespaces=namespaces,
         )
 
     @property
@@ -166,7 +191,15 @@ class Teacher(Command):
     """`teacher.serve`; returns once it said that it is ready."""
 
     def __init__(
-        self, model: Path, *arguments: object, cwd: Path, port: str = "*", wait: bool = True, threads: int = 1
+        self,
+        model: Path,
+        *arguments: object,
+        cwd: Path,
+        host: str = "127.0.0.1",
+        port: str = "*",
+        wait: bool = True,
+        threads: int = 1,
+        **where: Any,
     ) -> None:
         number = sum(path.name.startswith("ready-") for path in cwd.iterdir())
         self._ready_file = cwd / f"ready-{number}-{port.replace('*', 'any')}"
@@ -175,7 +208,7 @@ class Teacher(Command):
             "--model",
             model,
             "--listen",
-            f"tcp://127.0.0.1:{port}",
+            f"tcp://{host}:{port}",
             "--ready-file",
             self._ready_file,
             "--deterministic",
@@ -183,12 +216,17 @@ class Teacher(Command):
             threads,
             *arguments,
             cwd=cwd,
+            **where,
         )
         if wait:
             self.until_ready()
 
     def until_ready(self) -> None:
-        self.until(self._ready_file.exists, "it was ready")
+        self.until(lambda: self.is_ready, "it was ready")
+
+    @property
+    def is_ready(self) -> bool:
+        return self._ready_file.exists()
 
     @property
     def endpoint(self) -> str:
@@ -198,9 +236,9 @@ class Teacher(Command):
 class Student(Command):
     """`student.train` with --out."""
 
-    def __init__(self, *arguments: object, out: Path, cwd: Path) -> None:
+    def __init__(self, *arguments: object, out: Path, cwd: Path, **where: Any) -> None:
         self.out = out
-        super().__init__("student.train", "--out", out, *arguments, cwd=cwd)
+        super().__init__("student.train", "--out", out, *arguments, cwd=cwd, **where)
 
     @property
     def steps_taken(self) -> int:

@@ -3,14 +3,15 @@
 The child runs the command as `python -m` would, as a process like any other: its own pid, memory, signals and exit
 code. It only saves the seconds that every start spends on importing torch, transformers and datasets.
 
-Requests come as JSON lines on stdin ({"module", "arguments", "cwd", "out", "error"}), answers go to stdout: {"pid"} for
-each request in turn, and {"pid", "code"} when a child has ended, negative for a signal. When stdin ends, so do the
-children.
+Requests come as JSON lines on stdin ({"module", "arguments", "cwd", "out", "error"}; also "env", variables to set, and
+"namespaces", paths of Linux namespaces to enter), answers go to stdout: {"pid"} for each request in turn, and {"pid",
+"code"} when a child has ended, negative for a signal. When stdin ends, so do the children.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import runpy
@@ -41,6 +42,9 @@ def run_child(request: dict[str, Any]) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # a suite that runs under nohup ignores it
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    for path in request["namespaces"]:
+        enter_namespace(path)
+    os.environ.update(request["env"])
     os.chdir(request["cwd"])
     for number, name, flags in (
         (0, os.devnull, os.O_RDONLY),
@@ -65,6 +69,13 @@ def run_child(request: dict[str, Any]) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code if isinstance(code, int) else 0 if code is None else 1)
+
+
+def enter_namespace(path: str) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    if ctypes.CDLL(None, use_errno=True).setns(fd, 0):  # os.setns came with Python 3.12
+        raise OSError(ctypes.get_errno(), f"{path} can't be entered")
+    os.close(fd)
 
 
 def serve() -> None:
