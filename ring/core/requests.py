@@ -70,6 +70,10 @@ class Entry:
         # Head pieces cost no tokens, yet they are work too: at least one, so that they spread over replicas.
         return max(1, self.expect.cost_tokens)
 
+    @property
+    def is_filled(self) -> bool:
+        return self.state is RequestState.FILLED
+
     def move(self, event: RequestEvent) -> None:
         """Raises LocalProtocolError: `event` is illegal in the present state; nothing changed."""
         after = REQUEST_TRANSITIONS.get((self.state, event))

@@ -322,12 +322,28 @@ class StudentMachine:
         self._attempts.dispatch(self._now_s, actions)
         # Before the first replica the trainer can't submit anything, yet it waits.
         work_waits = self._requests.num_unfilled > 0 or not self._fleet.ever_joined
-        self._unserved.set_running(work_waits and not self._fleet.num_serving, self._now_s)
+        served = self._fleet.num_serving > 0 and not self._is_out_of_slots()
+        self._unserved.set_running(work_waits and not served, self._now_s)
         return actions
+
+    def _is_out_of_slots(self) -> bool:
+        """Only a fence can help: whatever replicas are there, nothing can be asked of them, and the trainer has nothing
+        whose release would free a slot."""
+        count, undelivered = self._slots.count, self._requests.next_undelivered()
+        return (
+            count(SlotState.QUARANTINED) > 0
+            and not count(SlotState.FREE)
+            and not count(SlotState.REQUESTED)
+            and not count(SlotState.LEASED)
+            and not (undelivered is not None and undelivered.is_filled)
+        )
 
     def _lose(self) -> Lost:
         seq = self._requests.first_unfilled()
         waits = "nothing was submitted yet" if seq is None else f"{self._requests.num_unfilled} wait from seq {seq} on"
+        if self._is_out_of_slots():
+            num_quarantined, late = len(self._attempts.quarantined), sorted({*self._attempts.quarantined.values()})
+            waits += f"; {num_quarantined} of {self._config.num_slots} slots may still be written by {', '.join(late)}"
         replicas = "; ".join(replica.describe() for replica in self._fleet) or "no replica was ever reached"
         self._ended = f"no replica has served this run for {self._config.teacher_timeout_s:g} s ({waits}): {replicas}"
         return Lost(self._ended)

@@ -6,7 +6,7 @@ from ring.core.actions import (
     Disarm,
 )
 from ring.core.messages import FillId, RefusalCode
-from tests.ring_core.driver import F0, Driver, stalled_ring
+from tests.ring_core.driver import F0, Driver, lost, stalled_ring
 
 
 def test_late_completion_cannot_fill_a_live_slot() -> None:
@@ -38,6 +38,64 @@ def test_with_no_spare_left_nothing_is_requested_until_a_fence() -> None:
     assert ring.machine.stats(now_s=0.0).waiting == 1
     ring.fill(FillId(0, 1, 2))
     assert ring.sends(ring.land(FillId(1, 0, 1))) == [("b", FillId(1, 1, 1))]
+
+
+def ring_without_a_free_slot() -> Driver:
+    """Replica b serves, and both slots may still be written by a, which is gone from the control plane."""
+    ring = Driver(depth=2, num_spares=0, teacher_timeout_s=30.0)
+    ring.up("a")
+    ring.submit(0, 1)
+    for fill in (F0, FillId(1, 0, 1)):
+        ring.begin(fill)
+    ring.up("b")
+    assert ring.sends(ring.down("a")) == []
+    return ring
+
+
+def test_a_ring_whose_slots_are_all_in_quarantine_ends_as_one_without_a_teacher() -> None:
+    """R4, then R5: a replica that serves is of no use when there is no slot that it could fill."""
+    ring = ring_without_a_free_slot()
+    assert lost(ring.wait(29.9)) == []
+    [message] = lost(ring.wait(0.1))
+    assert "2 of 2 slots may still be written by a" in message
+    assert "b is up" in message
+
+
+def test_a_fence_in_time_lets_such_a_ring_go_on() -> None:
+    ring = ring_without_a_free_slot()
+    ring.wait(29.0)
+    assert ring.sends(ring.land(F0)) == [("b", FillId(0, 1, 0))]
+    ring.fill(FillId(0, 1, 0))
+    assert ring.consume() == [0]
+    assert ring.sends(ring.wait(0.0)) == []
+    ring.fill(FillId(1, 1, 0))
+    assert ring.consume() == [1]
+    assert lost(ring.wait(100.0)) == []
+
+
+def test_a_filled_slot_behind_a_request_that_finds_none_does_not_hold_the_end_up() -> None:
+    """Seq 1 is filled, yet seq 0 must be delivered before it."""
+    ring = Driver(depth=2, num_spares=0, teacher_timeout_s=30.0)
+    ring.up("a")
+    ring.up("b")
+    assert ring.sends(ring.submit(0, 1)) == [("a", F0), ("b", FillId(1, 0, 1))]
+    ring.begin(F0)
+    ring.fill(FillId(1, 0, 1))
+    ring.down("a")
+    assert len(lost(ring.wait(30.0))) == 1
+
+
+def test_while_the_trainer_reads_a_slot_the_ring_is_not_out_of_slots() -> None:
+    ring = Driver(depth=2, num_spares=0, teacher_timeout_s=30.0)
+    ring.up("a")
+    ring.up("b")
+    ring.submit(0, 1)
+    ring.begin(FillId(1, 0, 1))
+    ring.fill(F0)
+    assert ring.lease() is not None
+    ring.down("b")
+    assert lost(ring.wait(100.0)) == []
+    assert ring.sends(ring.release(0)) == [("a", FillId(1, 1, 0))]
 
 
 def test_with_no_spares_at_all_a_fence_at_once_is_enough() -> None:
