@@ -114,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def bench(config: LossBenchConfig, out: Console) -> int:
     """Measure, print, record; returns the exit code. Raises DisaggKDError."""
     records = []
-    with _one_thread():
+    with one_thread():
         for case in _cases(config):
             ways, absent = _ways(config)
             figures = measure(config, case, ways)
@@ -293,7 +293,8 @@ def _megabytes(num_bytes: float) -> str:
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
+    """torch's own threads: one, and what it was afterwards."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
