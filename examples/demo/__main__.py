@@ -17,12 +17,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from examples.demo.corpus import build_corpus, write_model_config
+from bench.corpus import build_corpus, write_model_config
+from bench.stages import read_lines, teacher, train
 from examples.demo.memory import HIDDEN_SIZE, NUM_ROWS, VOCAB_SIZE, measure
 from examples.demo.report import Outcome, draw, summarize
 from examples.demo.samples import continuations
 from examples.demo.split import split_held_out
-from examples.demo.stages import read_lines, teacher, train
 from ring.command import flag, parse, run
 from ring.core.errors import ConfigError
 

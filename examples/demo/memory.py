@@ -8,7 +8,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from examples.demo.stages import StageFailed
+from bench.stages import StageFailed
 from student.metrics import peak_rss_bytes
 
 #: A real vocabulary (Qwen3's) and a small batch: the full loss must still fit into a laptop.

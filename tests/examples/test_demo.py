@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from bench.stages import running
 from examples.demo.__main__ import DemoConfig
 from examples.demo.samples import ANY_PROMPT, first_words
-from examples.demo.stages import running
 from tests.tiny_models import tiny_tokenizer
 
 #: Ends well after one signal, as a trainer that writes its checkpoint; a second one ends it badly.

@@ -1,4 +1,7 @@
-"""The demo's processes: trainings that show a progress bar, and a teacher that serves while a block runs."""
+"""Both commands as processes: trainings that show a progress bar, and a teacher that serves while a block runs.
+
+The demo and the report are made of these.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ ENVIRONMENT = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
 
 
 class StageFailed(DisaggKDError):
-    """A process of the demo ended with an error; its log says more."""
+    """A process ended with an error; its log says more."""
 
 
 def train(arguments: Sequence[str], *, out: Path, num_steps: int, title: str, progress: Progress) -> None:

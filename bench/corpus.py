@@ -1,4 +1,6 @@
-"""The demo's text and models' shapes: the Python standard library's source, which every machine with Python has.
+"""Real text that every machine with Python has, the standard library's source, and models shaped for it.
+
+The demo and the report train on it.
 
 Files are held out by a hash of their path, so that no held-out file is ever trained on, on any machine.
 """
@@ -31,7 +33,7 @@ _LEFT_OUT = {
 
 @dataclass(frozen=True)
 class Corpus:
-    """Where the demo's text is. `train`: what the teacher reads; `student`: a small part of it; `held_out`: neither."""
+    """Where the text is. `train`: what the teacher reads; `student`: a small part of it; `held_out`: neither."""
 
     root: Path
 
@@ -56,8 +58,10 @@ class Corpus:
         return self.root / "complete.json"
 
 
-def build_corpus(root: Path) -> Corpus:
-    """The corpus in `root`, made if it is not there: text files and a byte-level BPE tokenizer trained on them."""
+def build_corpus(root: Path, *, vocab_size: int = VOCAB_SIZE) -> Corpus:
+    """The corpus in `root`, made if it is not there: text files and a byte-level BPE tokenizer trained on them.
+
+    vocab_size: tokens of the tokenizer; a corpus that is there already keeps its own."""
     corpus = Corpus(root)
     if corpus.complete.exists():
         return corpus
@@ -70,15 +74,16 @@ def build_corpus(root: Path) -> Corpus:
     _write(corpus.train, train)
     _write(corpus.student, _spread(train, STUDENT_CHARACTERS))
     _write(corpus.held_out, _spread(held_out, EVAL_CHARACTERS))
-    _train_tokenizer(corpus, train)
+    _train_tokenizer(corpus, train, vocab_size)
     corpus.complete.write_text(json.dumps({"files": len(train) + len(held_out), "held_out": len(held_out)}))
     return corpus
 
 
 def write_model_config(directory: Path, corpus: Corpus, *, hidden_size: int, num_layers: int) -> None:
     """A Qwen3-class model's config.json and the corpus's tokenizer: all that training from random weights needs."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(corpus.tokenizer)
     config = transformers.Qwen3Config(
-        vocab_size=VOCAB_SIZE,
+        vocab_size=len(tokenizer),
         hidden_size=hidden_size,
         intermediate_size=3 * hidden_size,
         num_hidden_layers=num_layers,
@@ -89,7 +94,6 @@ def write_model_config(directory: Path, corpus: Corpus, *, hidden_size: int, num
         tie_word_embeddings=True,
     )
     config.architectures = ["Qwen3ForCausalLM"]
-    tokenizer = transformers.AutoTokenizer.from_pretrained(corpus.tokenizer)
     config.eos_token_id = config.bos_token_id = tokenizer.eos_token_id
     config.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
@@ -116,9 +120,9 @@ def _write(path: Path, texts: list[str]) -> None:
             file.write(json.dumps({"text": text}) + "\n")
 
 
-def _train_tokenizer(corpus: Corpus, texts: list[str]) -> None:
+def _train_tokenizer(corpus: Corpus, texts: list[str], vocab_size: int) -> None:
     trainer = ByteLevelBPETokenizer()
-    trainer.train_from_iterator(texts, vocab_size=VOCAB_SIZE, special_tokens=[END_OF_TEXT], show_progress=False)
+    trainer.train_from_iterator(texts, vocab_size=vocab_size, special_tokens=[END_OF_TEXT], show_progress=False)
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=trainer._tokenizer, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT
     )
