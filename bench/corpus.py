@@ -13,6 +13,7 @@ import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import transformers
 from tokenizers import ByteLevelBPETokenizer
@@ -123,7 +124,6 @@ def _write(path: Path, texts: list[str]) -> None:
 def _train_tokenizer(corpus: Corpus, texts: list[str], vocab_size: int) -> None:
     trainer = ByteLevelBPETokenizer()
     trainer.train_from_iterator(texts, vocab_size=vocab_size, special_tokens=[END_OF_TEXT], show_progress=False)
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=trainer._tokenizer, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT
-    )
+    fast_tokenizer: Any = transformers.PreTrainedTokenizerFast
+    tokenizer = fast_tokenizer(tokenizer_object=trainer._tokenizer, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT)
     tokenizer.save_pretrained(corpus.tokenizer)
