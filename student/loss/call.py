@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from student.loss.head import Head, check_pair
@@ -33,6 +35,7 @@ class LossCall:
     teacher_row_scale: Tensor | None
     divisor: float | Tensor
     vocab_group: ProcessGroup | None
+    group_rows: tuple[int, ...] | None = None
 
 
 class DistillationLoss(ABC):
@@ -92,6 +95,7 @@ class DistillationLoss(ABC):
         teacher_row_scale: Tensor | None = None,
         num_rows: int | float | Tensor | None = None,
         vocab_group: ProcessGroup | None = None,
+        group_rows: Sequence[int] | None = None,
     ) -> KDOutput:
         """The loss of one call; KDLoss says what each argument means."""
         options = self.options
@@ -111,7 +115,8 @@ class DistillationLoss(ABC):
             all_rows=all_rows,
             ignore_index=options.ignore_index,
         )
-        if rows.count == 0:
+        counts = _checked_group_rows(group_rows, rows.count, vocab_group)
+        if (rows.count if counts is None else sum(counts)) == 0:
             self._count_empty_call()
         return self._compute(
             LossCall(
@@ -124,8 +129,9 @@ class DistillationLoss(ABC):
                 rows=rows,
                 row_weights=row_weights,
                 teacher_row_scale=teacher_row_scale,
-                divisor=_divisor(num_rows, rows.count),
+                divisor=_divisor(num_rows, rows.count if counts is None else sum(counts)),
                 vocab_group=vocab_group,
+                group_rows=counts,
             )
         )
 
@@ -141,6 +147,22 @@ class DistillationLoss(ABC):
                 stacklevel=3,
             )
         self.num_empty_calls += 1
+
+
+def _checked_group_rows(
+    group_rows: Sequence[int] | None, count: int, vocab_group: ProcessGroup | None
+) -> tuple[int, ...] | None:
+    if group_rows is None:
+        return None
+    if vocab_group is None:
+        raise ValueError("group_rows: got counts without a vocab_group; allowed: both, or neither")
+    size, rank = dist.get_world_size(vocab_group), dist.get_rank(vocab_group)
+    if len(group_rows) != size or group_rows[rank] != count:
+        raise ValueError(
+            f"group_rows: got {tuple(group_rows)} on rank {rank} of {size} with {count} counted rows; allowed: each "
+            f"rank's count, in the order of the group"
+        )
+    return tuple(group_rows)
 
 
 def _divisor(num_rows: int | float | Tensor | None, count: int) -> float | Tensor:

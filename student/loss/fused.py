@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 from planner.loss_costs import LossPlan
 from student.loss.call import LossCall
 from student.loss.epilogue import Epilogue
+from student.loss.exchange import GroupRun
 from student.loss.run import Gradients, LossRun
 
 # fp16 can't hold gradients of logits below 6e-8: they are multiplied by this before the cast, and the results divided.
@@ -35,10 +36,10 @@ class FusedLoss(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         needs = tuple(needs_grad and need for need in ctx.needs_input_grad[:3])
         call = _detached(call)
-        run = LossRun(call, plan, replace(epilogue, student_head=call.student_head))
+        run = _run(call, plan, replace(epilogue, student_head=call.student_head))
         grads = Gradients(None, None, None)
         with torch.autocast(device_type=hidden_NH.device.type, enabled=False):
-            if call.rows.count:
+            if run.num_rows:
                 if plan.mode == "keep":
                     grads = _empty_gradients(call, epilogue.dtype, needs, main_grad=None)
                     run.keep(grads, _forward_scale(call))
@@ -73,12 +74,20 @@ class FusedLoss(torch.autograd.Function):
         return (*returned, None, None, None, None)
 
 
+def _run(call: LossCall, plan: LossPlan, epilogue: Epilogue) -> LossRun | GroupRun:
+    return (LossRun if call.group_rows is None else GroupRun)(call, plan, epilogue)
+
+
 def _backward(
-    run: LossRun, grads: Gradients | None, needs: tuple[bool, ...], teacher_version: int | None, grad_loss: Tensor
+    run: LossRun | GroupRun,
+    grads: Gradients | None,
+    needs: tuple[bool, ...],
+    teacher_version: int | None,
+    grad_loss: Tensor,
 ) -> Gradients:
     call, dtype = run.call, run.epilogue.dtype
     is_fp16 = call.student_hidden.dtype == torch.float16
-    if not call.rows.count:
+    if not run.num_rows:
         return _zero_gradients(call, dtype, needs)
     factor: Tensor | None = grad_loss
     if (run.plan.mode == "recompute" or grads is None) and _version(call.teacher_hidden) != teacher_version:
@@ -92,7 +101,7 @@ def _backward(
         factor = None
     elif grads is None:
         grads = _empty_gradients(call, dtype, needs, main_grad=None)
-        LossRun(call, run.plan, run.epilogue).keep(grads, _forward_scale(call))
+        _run(call, run.plan, run.epilogue).keep(grads, _forward_scale(call))
     if is_fp16:
         factor = grad_loss / call.divisor / FP16_BOOST
     if factor is not None:

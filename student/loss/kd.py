@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cached_property
 
 import torch
@@ -12,6 +13,7 @@ from student.loss.epilogue import Epilogue
 from student.loss.fused import FusedLoss
 from student.loss.options import KDOutput
 from student.loss.plan import Planner
+from student.loss.rows import Rows
 
 
 class KDLoss(DistillationLoss):
@@ -50,6 +52,9 @@ class KDLoss(DistillationLoss):
             this call's own count.
         vocab_group: a process group over which the columns of both heads are sharded alike; all other inputs are the
             same on its ranks. Every rank gets the whole loss, the whole dX, and the gradient of its own columns.
+        group_rows: counted rows of each rank of the vocab_group, in its order: each rank passes rows of its own, and
+            the group's are handled together. Every rank gets the loss of the group's rows, the dX of its own rows, and
+            the gradient of its own columns.
 
     Returns KDOutput. Rows that don't count never enter a product. No counted row: loss 0, zero gradients, a warning
     the first time; num_empty_calls counts.
@@ -72,7 +77,7 @@ class KDLoss(DistillationLoss):
         return self._planner.plan(call)
 
     def _compute(self, call: LossCall) -> KDOutput:
-        plan, epilogue = self._plan(call)
+        plan, epilogue = self._plan(_as_planned(call))
         loss, kd, ce = FusedLoss.apply(  # type: ignore[no-untyped-call]
             call.student_hidden,
             call.student_head.weight,
@@ -83,3 +88,10 @@ class KDLoss(DistillationLoss):
             torch.is_grad_enabled(),
         )
         return KDOutput(loss=loss, kd=kd, ce=ce, rows=call.rows.count)
+
+
+def _as_planned(call: LossCall) -> LossCall:
+    """What the plan is for: where rows are spread over a group, its windows hold all ranks' rows."""
+    if call.group_rows is None:
+        return call
+    return replace(call, rows=Rows(index=None, count=sum(call.group_rows), teacher_compact=True))

@@ -43,8 +43,19 @@ class Gradients:
 class LossRun:
     """The state of one call: statistics of its counted rows and how to go over its logits. All tensors are detached."""
 
-    def __init__(self, call: LossCall, plan: LossPlan, epilogue: Epilogue) -> None:
+    def __init__(
+        self,
+        call: LossCall,
+        plan: LossPlan,
+        epilogue: Epilogue,
+        *,
+        arena: Arena | None = None,
+        sums_hidden: bool = True,
+    ) -> None:
+        """arena: memory to work in, where the caller has some; None: its own. sums_hidden: dX is summed over the group;
+        else each rank is left with its own columns' part of it."""
         self.call, self.plan, self.epilogue = call, plan, epilogue
+        self._given_arena, self._sums_hidden = arena, sums_hidden
         hidden, count = call.student_hidden, call.rows.count
         self.num_columns = call.student_head.num_real_columns
         self.stats = RowStatistics.empty(
@@ -63,6 +74,11 @@ class LossRun:
         if call.labels is not None:
             self.labels_R = call.rows.pick(call.labels, 0, count)
             self.has_label_R = self.labels_R != call.options.ignore_index
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that there is anything to compute for."""
+        return self.call.rows.count
 
     def keep(self, grads: Gradients, scale: float | Tensor) -> None:
         """Statistics and, where wanted, gradients times `scale`, window by window."""
@@ -116,7 +132,7 @@ class LossRun:
 
     def _store_hidden(self, hidden_NH: Tensor, total_RH: Tensor, start: int, *, in_place: bool) -> None:
         """Put the counted rows' dX, summed over the group, where it belongs."""
-        if self.call.vocab_group is not None:
+        if self.call.vocab_group is not None and self._sums_hidden:
             dist.all_reduce(total_RH, group=self.call.vocab_group)
         stop = start + total_RH.shape[0]
         if self.call.rows.index is not None:
@@ -197,6 +213,8 @@ class LossRun:
         return self.epilogue.entry is not None and self.epilogue.entry.num_passes == 2
 
     def _arena(self) -> Arena:
+        if self._given_arena is not None:
+            return self._given_arena
         return Arena(self.plan.workspace_bytes, self.call.student_hidden.device)
 
     def _scratch(self, arena: Arena) -> Arena:

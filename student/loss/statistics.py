@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from student.loss.collectives import all_gather
 from student.loss.divergences import Divergence
 
 if TYPE_CHECKING:
@@ -123,7 +124,7 @@ class RowStatistics:
         num_shards = dist.get_world_size(group)
         shards_SKR = self.table.new_empty(num_shards, *self.table.shape)
         flat_KR = shards_SKR.view(-1, self.table.shape[1])
-        dist.all_gather_into_tensor(flat_KR, self.table.contiguous(), group=group)
+        all_gather(flat_KR, self.table.contiguous(), group)
         total = self.rows(0, self.table.shape[1])
         self.table.copy_(shards_SKR[0])
         for shard_KR in shards_SKR[1:]:

@@ -18,6 +18,7 @@ import torch.multiprocessing as mp
 from planner.loss_costs import LossShape, Mode, choose_mode
 from student.loss import Head, KDLoss, LossOptions
 from student.loss.divergences import DIVERGENCES
+from tests.loss import own_rows
 from tests.loss.problems import Answer, Problem, assert_equal_answers, planned_loss, random_problem
 
 NUM_COLUMNS = 11
@@ -173,6 +174,7 @@ CHECKS: dict[str, Callable[[int, int], None]] = {
         check_ranks_agree_on_a_mode_where_only_some_have_room,
         check_bf16_shards_err_no_more_than_one_rank,
         check_a_label_outside_of_all_shards_is_refused_on_every_rank,
+        *own_rows.CHECKS,
     )
 }
 
