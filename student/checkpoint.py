@@ -1,4 +1,4 @@
-"""Checkpoints that are whole or not there: written aside, synced, renamed; every file with its size and sha256.
+"""Checkpoints that are whole or not there (`student.durable`), every file with its size and sha256.
 
     <root>/step-00000040/model/               the student as `from_pretrained` reads it, in its own dtype
                          optimizer.safetensors
@@ -13,11 +13,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import logging
-import os
 import re
-import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,19 +24,14 @@ import safetensors.torch
 import torch
 
 from ring.core.errors import ConfigError, DisaggKDError
+from student.durable import recover, remove_directory, sync, write_directory
 from student.load import quiet_transformers
 from student.rng import RngState
 
 FORMAT_VERSION = 1
 STATE_FILE, OPTIMIZER_FILE, MODEL_DIR = "state.json", "optimizer.safetensors", "model"
 _STEP_DIR = re.compile(r"step-(\d{8,})")
-# Never mistaken for a checkpoint: half-written ones, and ones that are being removed.
-_WRITING, _REMOVING = ".writing-", ".removing-"
 _READ_BYTES = 1 << 20
-# Room for config, tokenizer and state beside the tensors.
-_SLACK_BYTES = 32 << 20
-
-_log = logging.getLogger(__name__)
 
 
 class CheckpointError(DisaggKDError):
@@ -112,8 +104,9 @@ def write_checkpoint(
 
     needed_bytes = _model_bytes(model, model_tensors) + _num_bytes(optimizer_tensors.values())
     path = root / f"step-{state.step:08d}"
-    _remove_leftovers(root)
-    _write_aside(path, fill, what=f"checkpoint of step {state.step}", needed_bytes=needed_bytes)
+    with _failure(f"checkpoint of step {state.step}"):
+        recover_checkpoints(root)
+        write_directory(path, fill, needed_bytes=needed_bytes)
     _remove_oldest(root, upto_step=state.step, keep=keep)
     return path
 
@@ -123,12 +116,17 @@ def export_model(directory: Path, *, model: Any, tokenizer: Any | None, model_te
 
     Raises CheckpointError: the disk is full or fails; `directory` is as it was.
     """
-    _write_aside(
-        directory,
-        lambda aside: _save_model(aside, model, tokenizer, model_tensors),
-        what=f"model to {directory}",
-        needed_bytes=_model_bytes(model, model_tensors),
-    )
+    with _failure(f"model to {directory}"):
+        write_directory(
+            directory,
+            lambda aside: _save_model(aside, model, tokenizer, model_tensors),
+            needed_bytes=_model_bytes(model, model_tensors),
+        )
+
+
+def recover_checkpoints(root: Path) -> None:
+    """Put right what a killed process left in `root`; whoever resumes calls it before it looks for a checkpoint."""
+    recover(root, "step-*")
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -138,27 +136,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     """
     if not path.is_dir():
         raise ConfigError(f"checkpoint {path}: no such directory")
-    try:
-        content = json.loads((path / STATE_FILE).read_text(encoding="utf-8"))
-        version, digest = content["format_version"], content.pop("state_sha256")
-        if version != FORMAT_VERSION:
-            raise ConfigError(f"checkpoint {path}: format {version}; allowed: {FORMAT_VERSION}")
-        if digest != _state_digest(content):
-            raise ConfigError(f"checkpoint {path}: {STATE_FILE} is damaged (its sha256 differs)")
-        for name, entry in content["files"].items():
-            _verify_file(path, name, int(entry["num_bytes"]), str(entry["sha256"]))
-        state = TrainState(
-            step=int(content["step"]),
-            position=int(content["position"]),
-            config_hash=str(content["config_hash"]),
-            schedule=dict(content["schedule"]),
-            rng=tuple(RngState.from_json(entry) for entry in content["rng"]),
-        )
-    except FileNotFoundError as error:
-        raise ConfigError(f"checkpoint {path}: {Path(error.filename).name} is missing") from error
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"checkpoint {path}: {STATE_FILE} can't be read: {type(error).__name__} {error}") from error
-    return Checkpoint(path, state)
+    return Checkpoint(path, _verified_state(path, read_all=True))
 
 
 def latest_checkpoint(root: Path) -> tuple[Checkpoint | None, tuple[SkippedCheckpoint, ...]]:
@@ -187,54 +165,18 @@ def set_aside_later(root: Path, *, step: int) -> tuple[Path, ...]:
             path.rename(target)
             moved.append(target)
     if moved:
-        _sync(root)
+        sync(root)
     return tuple(moved)
 
 
-def _write_aside(path: Path, fill: Callable[[Path], None], *, what: str, needed_bytes: int) -> None:
-    """Makes directory `path` with what `fill` writes: all of it or nothing."""
-    root = path.parent
-    aside, replaced = root / f"{_WRITING}{path.name}", root / f"{_REMOVING}{path.name}"
-    with _failure(what, aside):
-        root.mkdir(parents=True, exist_ok=True)
-        for leftover in (aside, replaced):
-            if leftover.exists():
-                shutil.rmtree(leftover)
-        free_bytes = shutil.disk_usage(root).free
-        if free_bytes < needed_bytes + _SLACK_BYTES:
-            raise OSError(f"{needed_bytes + _SLACK_BYTES} bytes needed, {free_bytes} free")
-        aside.mkdir()
-        fill(aside)
-        _sync_tree(aside)
-        _put_in_place(aside, path, replaced)
-        _sync(root)
-    if replaced.exists():
-        _remove(replaced)
-
-
-def _put_in_place(aside: Path, path: Path, replaced: Path) -> None:
-    if not path.exists():
-        aside.rename(path)
-        return
-    path.rename(replaced)
-    try:
-        aside.rename(path)
-    except OSError:
-        replaced.rename(path)
-        raise
-
-
 @contextlib.contextmanager
-def _failure(what: str, aside: Path) -> Iterator[None]:
+def _failure(what: str) -> Iterator[None]:
     try:
         yield
-    except BaseException as error:
-        shutil.rmtree(aside, ignore_errors=True)
-        if isinstance(error, OSError | ValueError | RuntimeError | safetensors.SafetensorError):
-            raise CheckpointError(
-                f"{what} could not be written: {error}; nothing of it was kept, and earlier checkpoints are untouched"
-            ) from error
-        raise
+    except (OSError, ValueError, RuntimeError, safetensors.SafetensorError) as error:
+        raise CheckpointError(
+            f"{what} could not be written: {error}; nothing of it was kept, and earlier checkpoints are untouched"
+        ) from error
 
 
 def _save_model(directory: Path, model: Any, tokenizer: Any | None, tensors: dict[str, Any] | None) -> None:
@@ -267,15 +209,45 @@ def _state_digest(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _verify_file(path: Path, name: str, num_bytes: int, sha256: str) -> None:
+def _verified_state(path: Path, *, read_all: bool) -> TrainState:
+    """read_all: every byte of every file; otherwise only their sizes. Raises ConfigError: see `open_checkpoint`."""
+    try:
+        content = json.loads((path / STATE_FILE).read_text(encoding="utf-8"))
+        version, digest = content["format_version"], content.pop("state_sha256")
+        if version != FORMAT_VERSION:
+            raise ConfigError(f"checkpoint {path}: format {version}; allowed: {FORMAT_VERSION}")
+        if digest != _state_digest(content):
+            raise ConfigError(f"checkpoint {path}: {STATE_FILE} is damaged (its sha256 differs)")
+        for name, entry in content["files"].items():
+            _verify_file(path, name, int(entry["num_bytes"]), str(entry["sha256"]) if read_all else None)
+        return TrainState(
+            step=int(content["step"]),
+            position=int(content["position"]),
+            config_hash=str(content["config_hash"]),
+            schedule=dict(content["schedule"]),
+            rng=tuple(RngState.from_json(entry) for entry in content["rng"]),
+        )
+    except FileNotFoundError as error:
+        raise ConfigError(f"checkpoint {path}: {STATE_FILE} is missing") from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise ConfigError(f"checkpoint {path}: {STATE_FILE} can't be read: {type(error).__name__} {error}") from error
+
+
+def _verify_file(path: Path, name: str, num_bytes: int, sha256: str | None) -> None:
     file = path / name
-    if not file.resolve().is_relative_to(path.resolve()):
-        raise ConfigError(f"checkpoint {path}: {name} lies outside of it")
-    found_bytes = file.stat().st_size
-    if found_bytes != num_bytes:
-        raise ConfigError(f"checkpoint {path}: {name} has {found_bytes} bytes, {num_bytes} were written")
-    if _sha256(file) != sha256:
-        raise ConfigError(f"checkpoint {path}: {name} is damaged (its sha256 differs)")
+    try:
+        # A link that leads back to itself is a RuntimeError.
+        if not file.resolve().is_relative_to(path.resolve()):
+            raise ConfigError(f"checkpoint {path}: {name} lies outside of it")
+        found_bytes = file.stat().st_size
+        if found_bytes != num_bytes:
+            raise ConfigError(f"checkpoint {path}: {name} has {found_bytes} bytes, {num_bytes} were written")
+        if sha256 is not None and _sha256(file) != sha256:
+            raise ConfigError(f"checkpoint {path}: {name} is damaged (its sha256 differs)")
+    except FileNotFoundError as error:
+        raise ConfigError(f"checkpoint {path}: {name} is missing") from error
+    except (OSError, RuntimeError) as error:
+        raise ConfigError(f"checkpoint {path}: {name} can't be read: {error}") from error
 
 
 def _step_directories(root: Path) -> list[tuple[int, Path]]:
@@ -288,55 +260,21 @@ def _step_directories(root: Path) -> list[tuple[int, Path]]:
 
 def _remove_oldest(root: Path, *, upto_step: int, keep: int) -> None:
     # Later ones belong to another lineage: they are not ours to count.
-    own = [path for step, path in _step_directories(root) if step <= upto_step]
-    for path in own[: max(len(own) - max(keep, 1), 0)]:
-        # Renamed first, so that a removal cut short leaves no torn checkpoint behind.
-        doomed = root / f"{_REMOVING}{path.name}"
-        try:
-            path.rename(doomed)
-        except OSError as error:
-            _log.warning("old checkpoint %s could not be removed: %s", path, error)
-        else:
-            _remove(doomed)
+    own = [(step, path) for step, path in _step_directories(root) if step <= upto_step]
+    # Damaged ones, as far as sizes tell, don't count either: they must not push out a whole one.
+    whole = [step for step, path in own if _looks_whole(path)]
+    oldest_kept = min(whole[-max(keep, 1) :], default=upto_step)
+    for step, path in own:
+        if step < oldest_kept:
+            remove_directory(path)
 
 
-def _remove_leftovers(root: Path) -> None:
-    """What a process that was killed left half-written or half-removed: nobody else writes here."""
-    for prefix in (_WRITING, _REMOVING):
-        for leftover in root.glob(f"{prefix}step-*"):
-            _remove(leftover)
-
-
-def _remove(path: Path) -> None:
+def _looks_whole(path: Path) -> bool:
     try:
-        shutil.rmtree(path)
-    except OSError as error:
-        # The new checkpoint is durable already: the run goes on.
-        _log.warning("%s could not be removed: %s", path, error)
-
-
-def _sync_tree(directory: Path) -> None:
-    """Everything below reaches the disk, readable like any other file (safetensors writes them private)."""
-    mode = 0o666 & ~_umask()
-    for entry in sorted(directory.rglob("*")):
-        if entry.is_file():
-            entry.chmod(mode)
-        _sync(entry)
-    _sync(directory)
-
-
-def _umask() -> int:
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        _verified_state(path, read_all=False)
+    except ConfigError:
+        return False
+    return True
 
 
 def _sha256(file: Path) -> str:

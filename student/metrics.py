@@ -6,12 +6,13 @@ reading the file gives each step once.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import resource
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -21,6 +22,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from ring.core.errors import ConfigError
+from student.checkpoint import CheckpointError
+from student.durable import sync
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +90,7 @@ class MetricsFile:
                 # Before the rename: a power cut must not leave an empty file beside the checkpoint.
                 os.fsync(file.fileno())
             os.replace(aside, path)
+            sync(path.parent)
             self._file: TextIO = path.open("a", buffering=1)
         except OSError as error:
             raise ConfigError(f"--out {path.parent}: {path.name} can't be written: {error.strerror}") from error
@@ -95,20 +99,21 @@ class MetricsFile:
         if not self._path.exists():
             return []
         kept = []
-        for line in self._path.read_text().splitlines(keepends=True):
+        for line in self._path.read_text(errors="replace").splitlines(keepends=True):
             try:
-                step = json.loads(line)["step"]
+                is_kept = int(json.loads(line)["step"]) <= resume_step and line.endswith("\n")
             except (ValueError, KeyError, TypeError):
                 # Torn by a crash in the middle of a write: everything from here on is after the checkpoint.
                 break
-            if step <= resume_step and line.endswith("\n"):
+            if is_kept:
                 kept.append(line)
         return kept
 
     def write(self, record: StepMetrics | Mapping[str, object]) -> None:
-        """Append one line; it is in the kernel when this returns."""
+        """Append one line; it is in the kernel when this returns. Raises CheckpointError: the disk is full or fails."""
         fields = asdict(record) if isinstance(record, StepMetrics) else record
-        self._file.write(json.dumps(fields) + "\n")
+        with self._failure():
+            self._file.write(json.dumps(fields) + "\n")
 
     def column(self, name: str) -> dict[int, float]:
         """One number of each line in the file, by step."""
@@ -116,18 +121,35 @@ class MetricsFile:
         return {int(record["step"]): float(record[name]) for record in records}
 
     def sync(self) -> None:
-        """What was written is on the disk when this returns."""
-        os.fsync(self._file.fileno())
+        """What was written is on the disk when this returns. Raises CheckpointError: the disk is full or fails."""
+        with self._failure():
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        self._file.close()
+        # What could not be written was said when it was tried.
+        with contextlib.suppress(OSError):
+            self._file.close()
+
+    @contextlib.contextmanager
+    def _failure(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise CheckpointError(
+                f"{self._path} could not be written: {error.strerror}; checkpoints are untouched, and --resume goes on "
+                f"from the newest"
+            ) from error
 
 
 def write_summary(path: Path, summary: Mapping[str, object]) -> None:
-    """summary.json, whole or not at all."""
+    """A JSON file, whole or not at all, also after a power cut."""
     aside = path.with_suffix(".json.tmp")
-    aside.write_text(json.dumps(summary, indent=2, default=str) + "\n")
+    with aside.open("w") as file:
+        file.write(json.dumps(summary, indent=2, default=str) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(aside, path)
+    sync(path.parent)
 
 
 class Reporter:

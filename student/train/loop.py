@@ -6,7 +6,7 @@ import logging
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
@@ -15,6 +15,7 @@ import torch
 
 from ring.core.errors import ConfigError, DisaggKDError
 from ring.prefetch import Ring
+from student.checkpoint import CheckpointError
 from student.data import MicroBatch, MicroBatchPlan, PlannedStep, TokenDataset, sequential_microbatches
 from student.loss import KDOutput
 from student.metrics import MetricsFile, Reporter, StepMetrics, peak_rss_bytes
@@ -124,7 +125,8 @@ class Loop:
         there."""
         num_steps = self._plan.num_steps
         with self._signals(), Reporter(num_steps=num_steps, first_step=self.progress.step) as reporter:
-            if self.progress.step == 0:
+            if self._evaluates_after(self.progress.step):
+                # Before the first step; or a stop in the midst of this evaluation ended the run before.
                 self._evaluate(reporter)
             started_s = time.monotonic()
             for planned in self._plan.steps(self.progress.position):
@@ -134,8 +136,8 @@ class Loop:
                 except Stopped:
                     self._checkpoint_before_step(generators)
                     raise Interrupted(self._stop_signal, self.progress.step) from None
-                except DisaggKDError:
-                    self._checkpoint_before_step(generators)
+                except DisaggKDError as error:
+                    self._checkpoint_at_the_end(generators, error)
                     raise
                 except Exception:
                     # Out of memory, mostly. Whatever it is, it is not to cost the steps before it.
@@ -228,7 +230,7 @@ class Loop:
 
     def _between_steps(self, reporter: Reporter) -> None:
         step, settings = self.progress.step, self._settings
-        if settings.eval_every and step % settings.eval_every == 0:
+        if self._evaluates_after(step):
             self._evaluate(reporter)
         if settings.checkpoint_every and step % settings.checkpoint_every == 0:
             self._checkpoint()
@@ -236,7 +238,12 @@ class Loop:
             self._checkpoint()
             raise Interrupted(self._stop_signal, step)
 
+    def _evaluates_after(self, step: int) -> bool:
+        every = self._settings.eval_every
+        return step == 0 or (every > 0 and step % every == 0)
+
     def _evaluate(self, reporter: Reporter) -> None:
+        """Raises Interrupted: a signal came; the checkpoint is there, and a resume evaluates first."""
         step, settings = self.progress.step, self._settings
         if self._eval_data is None or step in self.eval_losses:
             return
@@ -246,10 +253,20 @@ class Loop:
             pad_id=settings.pad_id,
             max_samples=settings.eval_samples,
         )
-        result = evaluate(self._module, batches, device=settings.device)
+        try:
+            result = evaluate(self._module, self._until_stopped(batches), device=settings.device)
+        except Stopped:
+            self._checkpoint()
+            raise Interrupted(self._stop_signal, step) from None
         self.eval_losses[step] = result.nats_per_row
         self._eval_file.write({"step": step, "eval_loss": result.nats_per_row, "rows": result.num_rows})
         reporter.say(f"step {step}: held-out loss {result.nats_per_row:.4f} nats/token over {result.num_rows} tokens")
+
+    def _until_stopped(self, batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
+        for batch in batches:
+            if self._stop_signal:
+                raise Stopped("the run is to stop in the midst of an evaluation")
+            yield batch
 
     def _checkpoint(self) -> None:
         if self._saved_step != self.progress.step:
@@ -260,6 +277,15 @@ class Loop:
         """As after the last step taken: what the step that was not taken drew (dropout) is drawn again on resume."""
         restore_rng(generators)
         self._checkpoint()
+
+    def _checkpoint_at_the_end(self, generators: RngState, error: DisaggKDError) -> None:
+        """For an error that ends the run in order. A disk that is full too must not hide it, nor its exit code."""
+        try:
+            self._checkpoint_before_step(generators)
+        except CheckpointError as failure:
+            logger.error(
+                "no checkpoint of step %d: %s; the run ends because of this: %s", self.progress.step, failure, error
+            )
 
     def _try_to_checkpoint(self, generators: RngState) -> None:
         """For an error that may keep even that from working: it stays the one that is raised."""

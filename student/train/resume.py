@@ -12,10 +12,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ring.core.errors import ConfigError
-from student.checkpoint import Checkpoint, latest_checkpoint, set_aside_later
+from student.checkpoint import Checkpoint, latest_checkpoint, recover_checkpoints, set_aside_later
 from student.config import TrainConfig
 from student.data import MicroBatchPlan, TokenDataset
-from student.metrics import write_summary
+from student.metrics import MetricsFile, write_summary
 from student.optim import StudentOptimizer
 from student.rng import restore_rng
 from student.train.loop import Progress
@@ -53,6 +53,8 @@ CURVE_SETTINGS = (
     "precision",
     "seed",
 )
+#: With --deterministic they are part of the curve too: each changes the order of some sum.
+EXACT_SETTINGS = ("deterministic", "threads", "workspace_bytes", "device")
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,7 @@ def checkpoint_to_resume(config: TrainConfig, files: RunFiles) -> Checkpoint | N
         if has_steps or files.checkpoints.exists():
             raise ConfigError(f"--out {files.root} holds a run already; allowed: --resume, or another directory")
         return None
+    recover_checkpoints(files.checkpoints)
     checkpoint, skipped = latest_checkpoint(files.checkpoints)
     for entry in skipped:
         logger.warning("not used: %s", entry.reason)
@@ -128,9 +131,10 @@ def checkpoint_to_resume(config: TrainConfig, files: RunFiles) -> Checkpoint | N
     return checkpoint
 
 
-def curve_hash(config: TrainConfig, data: TokenDataset) -> str:
-    """Over everything that makes the curve what it is: settings and samples. A checkpoint carries it."""
-    return hashlib.sha256(json.dumps([_curve(config), data.content_hash()], sort_keys=True).encode()).hexdigest()
+def curve_hash(config: TrainConfig, data: TokenDataset, *, teacher_fingerprint: str | None) -> str:
+    """Over everything that makes the curve what it is: settings, samples, teacher. A checkpoint carries it."""
+    content = [_curve(config), data.content_hash(), teacher_fingerprint]
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def identify(config: TrainConfig, files: RunFiles, *, resumes: bool, teacher_fingerprint: str | None) -> None:
@@ -151,27 +155,38 @@ def identify(config: TrainConfig, files: RunFiles, *, resumes: bool, teacher_fin
 def restore(
     checkpoint: Checkpoint | None,
     *,
-    config: TrainConfig,
-    data: TokenDataset,
     plan: MicroBatchPlan,
     optimizer: StudentOptimizer,
     files: RunFiles,
+    fixed: str,
 ) -> Progress:
-    """Where the run is, with optimizer and random generators as they were there.
+    """Where the run is, with optimizer and random generators as they were there. fixed: its `curve_hash`.
 
     Nothing may draw random numbers between this and the first step. Raises ConfigError: the data is not the same."""
     if checkpoint is None:
         return Progress(step=0, position=0)
     state = checkpoint.state
-    if state.config_hash != curve_hash(config, data) or plan.step_at(state.position) != state.step:
+    if state.config_hash != fixed or plan.step_at(state.position) != state.step:
         raise ConfigError(
-            f"--resume: {checkpoint.path} was made with other data (or {files.settings} was changed); allowed: "
-            f"the data that the run began with"
+            f"--resume: {checkpoint.path} was made with other data (or {files.settings} was changed or lost, so that "
+            f"nothing says which setting or teacher is another one); allowed: what the run began with"
         )
     set_aside_later(files.checkpoints, step=state.step)
     optimizer.load_state_tensors(checkpoint.optimizer_tensors())
     restore_rng(state.rng[0])
     return Progress(step=state.step, position=state.position)
+
+
+def warn_of_gaps(step_file: MetricsFile, *, step: int) -> None:
+    """Say which lines of the run so far are not there: a file that was lost or damaged is not mended by going on."""
+    missing = sorted(set(range(1, step + 1)) - set(step_file.column("step")))
+    if missing:
+        logger.warning(
+            "metrics.jsonl lacks %d of the %d steps that the checkpoint contains, from step %d on; the run goes on",
+            len(missing),
+            step,
+            missing[0],
+        )
 
 
 def _curve(config: TrainConfig) -> dict[str, object]:
@@ -189,4 +204,6 @@ def _settings_before(files: RunFiles) -> Mapping[str, object]:
 def _changed_settings(config: TrainConfig, files: RunFiles) -> list[str]:
     before = _settings_before(files)
     now = json.loads(json.dumps(_curve(config)))
+    if before.get("deterministic"):
+        now |= {name: getattr(config, name) for name in EXACT_SETTINGS}
     return [f"--{k.replace('_', '-')} was {before[k]}, now {v}" for k, v in now.items() if before.get(k, v) != v]

@@ -31,7 +31,7 @@ from student.optim import AdamWSettings, Schedule, StudentOptimizer
 from student.rng import capture_rng
 from student.train.feed import Feed
 from student.train.loop import Loop, LoopSettings, Progress
-from student.train.resume import RunFiles, checkpoint_to_resume, claimed, curve_hash, identify, restore
+from student.train.resume import RunFiles, checkpoint_to_resume, claimed, curve_hash, identify, restore, warn_of_gaps
 from student.train.teachers import Teachers, connected, resolve_device
 
 logger = logging.getLogger(__name__)
@@ -120,12 +120,13 @@ def _loop(stack: ExitStack, config: TrainConfig, files: RunFiles, checkpoint: Ch
     optimizer = StudentOptimizer(module, parts.adamw)
     fingerprint = None if teachers is None else teachers.fingerprint
     identify(config, files, resumes=checkpoint is not None, teacher_fingerprint=fingerprint)
-    progress = restore(checkpoint, config=config, data=data, plan=plan, optimizer=optimizer, files=files)
+    fixed = curve_hash(config, data, teacher_fingerprint=fingerprint)
+    progress = restore(checkpoint, plan=plan, optimizer=optimizer, files=files, fixed=fixed)
     step_file = MetricsFile(files.metrics, resume_step=progress.step)
     stack.callback(step_file.close)
+    warn_of_gaps(step_file, step=progress.step)
     eval_file = MetricsFile(files.evaluations, resume_step=progress.step)
     stack.callback(eval_file.close)
-    fixed = curve_hash(config, data)
 
     def save(now: Progress) -> None:
         # First: no checkpoint may survive a power cut without the metrics that lead to it.

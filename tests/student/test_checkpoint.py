@@ -394,10 +394,10 @@ _DIE_WHILE_WRITING = """
     import os, sys, signal
     from pathlib import Path
     from tests.student.test_checkpoint import write
-    import student.checkpoint
+    import student.durable
     write(Path(sys.argv[1]), 10)
     # The last moment at which the new one is not there yet.
-    student.checkpoint._put_in_place = lambda *paths: os.kill(os.getpid(), signal.SIGKILL)
+    student.durable._put_in_place = lambda *paths: os.kill(os.getpid(), signal.SIGKILL)
     write(Path(sys.argv[1]), 20)
 """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,14 +13,16 @@ import pytest
 import torch
 
 from ring.core.errors import TeacherLost
+from student.checkpoint import CheckpointError
 from student.data import MicroBatch, MicroBatchPlan, TokenDataset
+from student.data.dataset import Sample
 from student.loss import KDLoss
 from student.metrics import MetricsFile
 from student.model import DistilledStudent
 from student.optim import Schedule, StudentOptimizer
 from student.rng import RngState, capture_rng
 from student.train.feed import Feed
-from student.train.loop import Loop, LoopSettings, Progress
+from student.train.loop import Interrupted, Loop, LoopSettings, Progress
 from tests.student.conftest import student_in_memory
 
 GRAD_ACCUM = 3
@@ -42,7 +45,16 @@ class BreakingFeed(Feed):
 class Trial:
     """A loop over labels alone, of a student with dropout, that fails in the midst of its second step."""
 
-    def __init__(self, dataset: TokenDataset, root: Path, *, error: Exception) -> None:
+    def __init__(
+        self,
+        dataset: TokenDataset,
+        root: Path,
+        *,
+        error: Exception | None = None,
+        eval_data: TokenDataset | None = None,
+        save: Callable[[Progress], None] | None = None,
+    ) -> None:
+        """error: in the midst of the second step; None: there is none. save: instead of noting what is saved."""
         self.saved: list[tuple[int, RngState]] = []
         self.rng_after_step_one: list[RngState] = []
         loaded = student_in_memory("gpt2", resid_pdrop=0.2, embd_pdrop=0.2, attn_pdrop=0.2)
@@ -53,8 +65,10 @@ class Trial:
             row_counts=dataset.row_counts, lengths=dataset.lengths, batch_size=2, grad_accum=GRAD_ACCUM, max_steps=2
         )
         device = torch.device("cpu")
-        feed = BreakingFeed(plan, dataset, None, position=0, pad_id=0, device=device)
-        feed.breaks_at, feed.error = GRAD_ACCUM + 2, error
+        feed = Feed(plan, dataset, None, position=0, pad_id=0, device=device)
+        if error is not None:
+            feed = BreakingFeed(plan, dataset, None, position=0, pad_id=0, device=device)
+            feed.breaks_at, feed.error = GRAD_ACCUM + 2, error
         self.loop = Loop(
             module=module,
             optimizer=StudentOptimizer(module),
@@ -62,18 +76,18 @@ class Trial:
             plan=plan,
             feed=feed,
             ring=None,
-            eval_data=None,
+            eval_data=eval_data,
             settings=LoopSettings(
                 batch_size=2,
                 clip_norm=1.0,
                 checkpoint_every=0,
-                eval_every=0,
+                eval_every=1,
                 eval_samples=None,
                 pad_id=0,
                 device=device,
             ),
             progress=Progress(step=0, position=0),
-            save=lambda now: self.saved.append((now.step, capture_rng())),
+            save=save or (lambda now: self.saved.append((now.step, capture_rng()))),
             step_file=_NotingFile(root / "metrics.jsonl", resume_step=0, note=self.rng_after_step_one),
             eval_file=MetricsFile(root / "eval.jsonl", resume_step=0),
             eval_losses={},
@@ -122,3 +136,47 @@ def test_an_error_within_the_update_leaves_no_checkpoint_of_half_of_it(
     with pytest.raises(RuntimeError, match="torn"):
         trial.loop.run()
     assert trial.saved == []
+
+
+def test_a_disk_that_is_full_when_the_teacher_is_lost_hides_neither(
+    dataset: TokenDataset, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(now: Progress) -> None:
+        raise CheckpointError("checkpoint of step 1 could not be written: No space left on device")
+
+    trial = Trial(dataset, tmp_path, error=TeacherLost("a: it was killed; b: not heard from"), save=full)
+    with pytest.raises(TeacherLost, match="a: it was killed; b: not heard from"):
+        trial.loop.run()
+    (said,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert "no checkpoint of step 1" in said
+    assert "No space left on device" in said
+
+
+class StoppingData(TokenDataset):
+    """Held-out data whose reader is asked to end after so many samples."""
+
+    def stop_after(self, num_samples: int) -> None:
+        self.left = num_samples
+
+    def sample(self, sample_id: int) -> Sample:
+        self.left -= 1
+        if self.left == 0:
+            signal.raise_signal(signal.SIGTERM)
+        return super().sample(sample_id)
+
+
+@pytest.mark.parametrize(
+    ("evaluation", "taken"), [(0, 0), (1, 1), (2, 2)], ids=["before the first step", "between steps", "at the end"]
+)
+def test_a_signal_in_the_midst_of_an_evaluation_is_heeded_at_once(
+    dataset: TokenDataset, tmp_path: Path, evaluation: int, taken: int
+) -> None:
+    """Each evaluation reads all samples, two at a time; the signal comes with the third sample of one of them."""
+    held_out = StoppingData(dataset._parts, dataset.report)
+    held_out.stop_after(evaluation * held_out.num_samples + 3)
+    trial = Trial(dataset, tmp_path, eval_data=held_out)
+    with pytest.raises(Interrupted, match=f"stopped by SIGTERM after step {taken}"):
+        trial.loop.run()
+    assert held_out.left > -4, "no more than the microbatch under way was read"
+    assert [step for step, _ in trial.saved] == ([taken] if taken else [])
+    assert sorted(trial.loop.eval_losses) == list(range(evaluation)), "half an evaluation is none"
