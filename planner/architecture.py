@@ -12,6 +12,7 @@ from typing import Literal
 from planner.errors import PlanError
 
 AttentionKind = Literal["full", "sliding", "latent", "delta"]
+Scores = Literal["kernel", "softcap", "sinks"]
 #: llama: the result is cast down before it is multiplied with the weight; gemma: all of it in float32.
 NormStyle = Literal["llama", "gemma"]
 
@@ -49,7 +50,9 @@ class AttentionShape:
     `key_width` and `value_width`: as the attention kernel reads them, key/value heads not repeated. `window_tokens`:
     how far a sliding layer looks back. `has_gate`: the output is multiplied with a sigmoid of a second half of the
     query projection. `norm_width`: elements that the query and key norms handle (0: none). `latent_width`: what the
-    latent projections of MLA put between input and heads. For delta: `key_width` is that of the key heads,
+    latent projections of MLA put between input and heads. `is_fused`: one matrix makes queries, keys and values.
+    `scores`: who holds the scores: nobody (a kernel), or transformers' plain code, where a softcap or sinks keep it from
+    using the kernel. For delta: `key_width` is that of the key heads,
     `value_width` that of the value heads, `state_width` the elements of the recurrent state.
     """
 
@@ -66,6 +69,8 @@ class AttentionShape:
     state_width: int = 0
     window_tokens: int | None = None
     has_gate: bool = False
+    is_fused: bool = False
+    scores: Scores = "kernel"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +85,7 @@ class FeedForwardShape:
     width: int
     num_experts: int = 0
     top_k: int = 0
+    has_shared: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +110,8 @@ class LayerShape:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """A causal LM. `head`: no parameters of its own where it is tied to the embedding."""
+    """A causal LM. `head`: no parameters of its own where it is tied to the embedding. `has_post_norms`: its layers'
+    norms stand behind attention and feed-forward, not before."""
 
     name: str
     model_type: str
@@ -116,6 +123,7 @@ class ModelShape:
     final_norm: Params
     layers: tuple[LayerShape, ...]
     norm_style: NormStyle = "llama"
+    has_post_norms: bool = False
 
     @property
     def num_layers(self) -> int:

@@ -17,6 +17,7 @@ from planner.architecture import (
     ModelShape,
     NormStyle,
     Params,
+    Scores,
     matrix,
     vector,
 )
@@ -90,6 +91,7 @@ class Family:
     feed_forward: Callable[[Fields, int], FeedForwardShape]
     norms_per_layer: int = 2
     norm_style: NormStyle = "llama"
+    has_post_norms: bool = False
     layer_kinds: Callable[[Fields], list[str]] | None = None
     defaults: Mapping[str, object] = field(default_factory=dict)
 
@@ -128,6 +130,7 @@ def shape_of(raw: Mapping[str, object], *, name: str) -> ModelShape:
             for (attention, feed_forward), count in groups.items()
         ),
         norm_style=family.norm_style,
+        has_post_norms=family.has_post_norms,
     )
 
 
@@ -149,7 +152,7 @@ def text_config(raw: Mapping[str, object], *, name: str) -> Mapping[str, object]
 
 
 def _grouped_query(
-    *, bias: str = "attention_bias", out_bias: str = "attention_bias", norm: str = "none", gate: bool = False
+    *, bias: str = "attention_bias", out_bias: str = "attention_bias", norm: str = "none", gate: bool = False, scores: Scores = "kernel"
 ) -> Callable[[Fields, str], AttentionShape]:
     """Attention with query and key/value heads. bias, out_bias: the flag that says whether projections have one.
 
@@ -184,6 +187,7 @@ def _grouped_query(
             norm_width=0 if wants_norm == "none" else query + kv,
             window_tokens=fields.optional_size("sliding_window") if is_sliding else None,
             has_gate=gate,
+            scores=scores,
         )
 
     return build
@@ -194,7 +198,7 @@ def _fused_query(fields: Fields, kind: str) -> AttentionShape:
     separate = _grouped_query()(fields, kind)
     width = separate.query_width + separate.key_width + separate.value_width
     params = matrix(fields.hidden, width) + matrix(separate.query_width, fields.hidden)
-    return AttentionShape(**(vars(separate) | {"params": params, "num_inputs": 1}))
+    return AttentionShape(**(vars(separate) | {"params": params, "num_inputs": 1, "is_fused": True}))
 
 
 def _latent(fields: Fields, kind: str) -> AttentionShape:
@@ -297,6 +301,7 @@ def _experts(
             width=top_k * expert_width + shared_width,
             num_experts=num_experts,
             top_k=top_k,
+            has_shared=shared_width > 0,
         )
 
     return build
@@ -409,7 +414,7 @@ _LATENT = Family(
 FAMILIES: dict[str, Family] = {
     "deepseek_v3": _LATENT,
     "gemma2": Family(
-        attention=_grouped_query(),
+        attention=_grouped_query(scores="softcap"),
         feed_forward=_dense,
         norms_per_layer=4,
         norm_style="gemma",
@@ -428,7 +433,7 @@ FAMILIES: dict[str, Family] = {
         defaults={"n_shared_experts": 1, "first_k_dense_replace": 1, "num_experts_per_tok": 8},
     ),
     "gpt_oss": Family(
-        attention=_grouped_query(),
+        attention=_grouped_query(scores="sinks"),
         feed_forward=_experts(num="num_local_experts", width="intermediate_size", bias=True),
         layer_kinds=_every("sliding_window_pattern", regular="full_attention", other="sliding_attention"),
         defaults={
@@ -454,7 +459,9 @@ FAMILIES: dict[str, Family] = {
         feed_forward=_experts(num="num_local_experts", width="intermediate_size"),
         defaults={"num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2},
     ),
-    "olmo2": Family(attention=_grouped_query(norm="flat"), feed_forward=_dense),
+    "olmo2": Family(
+        attention=_grouped_query(norm="flat"), feed_forward=_dense, norm_style="gemma", has_post_norms=True
+    ),
     "phi3": Family(attention=_fused_query, feed_forward=_dense_fused),
     "qwen2": Family(
         attention=_grouped_query(bias="has_query_bias", out_bias="no_bias"),
