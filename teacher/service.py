@@ -238,6 +238,8 @@ class TeacherService:
                 case RemoteProtocolError():
                     raise message
                 case Hello() if student is None:
+                    for former in self._students.in_the_way_of(message):
+                        self._drop(former.name, "it came back over another connection", now_s)
                     answer = self._students.greet(name, message, draining=self._draining, now_s=now_s)
                     if not self._port.send(name, answer):
                         # Gone already: it must not hold one of the places until it would be overdue.

@@ -101,6 +101,14 @@ class Students:
             backends=self._config.backends,
         )
 
+    def in_the_way_of(self, hello: Hello) -> list[Student]:
+        """Former sessions of the very process that says hello, where they take the place that it needs. A cut link ends
+        a session for one side only; this one would be silent for a long time before it was dropped."""
+        if len(self._students) < self._config.max_students:
+            return []
+        who = (hello.run, hello.rank, hello.epoch)
+        return [one for one in self if (one.hello.run, one.hello.rank, one.hello.epoch) == who]
+
     def open(self, student: Student, offer: Offer) -> None:
         """Begin to open the channel that an OFFER describes; `opened` tells how it ended.
 

@@ -240,6 +240,20 @@ def test_a_student_too_many_waits_for_a_place(model: TeacherModel) -> None:
             consume(ring, model, range(3))
 
 
+def test_a_student_whose_link_was_cut_comes_back_to_its_own_place(model: TeacherModel) -> None:
+    """Its teacher was told nothing of the cut: to it the former session is as alive as any."""
+    with Teacher(model, max_students=1, student_timeout_s=1000.0) as small:
+        hello = make_hello(model)
+        cut, back, other = (Stranger(small.endpoint) for _ in range(3))
+        assert isinstance(cut.ask(hello), Welcome)
+        assert other.ask(make_hello(model)) == Goodbye(reason="1 students are here; allowed: 1")
+        assert isinstance(back.ask(hello), Welcome)
+        assert cut.recv() == Goodbye(reason="it came back over another connection")
+        assert other.ask(make_hello(model)) == Goodbye(reason="1 students are here; allowed: 1")
+        for one in (cut, back, other):
+            one.close()
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
