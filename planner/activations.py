@@ -97,7 +97,11 @@ def _attention_saved(
     attention: AttentionShape, element: ElementBytes, style: NormStyle, sequence_tokens: int, kernel: DeltaKernel
 ) -> int:
     if attention.kind == "delta":
-        return _delta_torch_saved(attention, element, sequence_tokens) if kernel == "torch" else _delta_fused_saved(attention, element)
+        return (
+            _delta_torch_saved(attention, element, sequence_tokens)
+            if kernel == "torch"
+            else _delta_fused_saved(attention, element)
+        )
     product = element.product
     keys, values = attention.key_width, attention.value_width
     window = attention.window_tokens

@@ -51,9 +51,9 @@ class AttentionShape:
     how far a sliding layer looks back. `has_gate`: the output is multiplied with a sigmoid of a second half of the
     query projection. `norm_width`: elements that the query and key norms handle (0: none). `latent_width`: what the
     latent projections of MLA put between input and heads. `is_fused`: one matrix makes queries, keys and values.
-    `scores`: who holds the scores: nobody (a kernel), or transformers' plain code, where a softcap or sinks keep it from
-    using the kernel. For delta: `key_width` is that of the key heads,
-    `value_width` that of the value heads, `state_width` the elements of the recurrent state.
+    `scores`: who holds the scores: nobody (a kernel), or transformers' plain code, where a softcap or sinks keep it
+    from using the kernel. For delta: `key_width` is that of the key heads, `value_width` that of the value heads,
+    `state_width` the elements of the recurrent state.
     """
 
     kind: AttentionKind

@@ -1,0 +1,389 @@
+"""Memory of one trainer device, by moment of a step, for every layout and loss.
+
+The moments, in the order of a step: `teacher` (colocated only: its pass), `loss` (all activations are there, and the
+loss at work), `backward_start`, `backward_end` (all gradients are there), `optimizer`. Weights and optimizer state are
+there at each of them.
+
+Letters in formulas: N parameters, d hidden, V vocabulary columns, T tokens, R rows, F ranks that share the state.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from planner.activations import ELEMENT_BYTES, Arithmetic, LayerActivations, layer_activations, saved_bytes
+from planner.architecture import ModelShape
+from planner.loss_costs import (
+    LossPlan,
+    LossShape,
+    choose_mode,
+    gradient_bytes,
+    make_plan,
+    statistics_bytes,
+)
+from planner.memory import DeviceMemory, Term, divided, moment, optimizer_bytes, slot_bytes
+from planner.teacher_memory import pass_bytes
+
+Layout = Literal["disagg", "colocated"]
+Loss = Literal["fused", "full"]
+#: A logit of the full loss costs at its peak: both models' logits in float32, both log softmaxes, and what the
+#: divergence holds. The least that a careful implementation does with, and what this project's textbook takes.
+CAREFUL_LOGIT_BYTES = 18
+TEXTBOOK_LOGIT_BYTES = 37
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerSetup:
+    """One trainer device and its microbatch.
+
+    shards: ranks that share weights, gradients and optimizer state (FSDP, ZeRO-3). tp: ranks that share each layer.
+    vocab_shards: ranks that share both heads' columns. element_bytes: of the weights that are trained. rows: tokens
+    that count. pass_tokens: tokens of the colocated teacher's pass. matrix_units: of a CPU, for 16-bit products.
+    free_bytes: what the loss finds free when it chooses its mode; None: enough.
+    """
+
+    student: ModelShape
+    teacher: ModelShape
+    layout: Layout = "disagg"
+    loss: Loss = "fused"
+    tokens: int
+    rows: int
+    sequence_tokens: int
+    pass_tokens: int = 0
+    arithmetic: Arithmetic = "bf16"
+    element_bytes: int = 4
+    is_8bit: bool = False
+    shards: int = 1
+    tp: int = 1
+    vocab_shards: int = 1
+    checkpointing: bool = True
+    grad_accum: int = 1
+    device: Literal["cuda", "cpu"] = "cuda"
+    matrix_units: bool = False
+    has_delta_kernel: bool = True
+    wire_bytes: int = 2
+    teacher_bytes: int = 2
+    ring_depth: int = 3
+    ring_spares: int = 2
+    slots_on_device: bool = True
+    workspace_bytes: int | None = None
+    free_bytes: int | None = None
+    full_logit_bytes: int = CAREFUL_LOGIT_BYTES
+
+    @property
+    def columns(self) -> int:
+        """Vocabulary columns on this rank."""
+        return divided(self.student.vocab_size, by=self.vocab_shards)
+
+
+def trainer_memory(setup: TrainerSetup) -> DeviceMemory:
+    """Everything that the trainer's device holds, at each moment of a step."""
+    base = [*_state_terms(setup), *_ring_terms(setup)]
+    gradients = _gradients(setup)
+    earlier = [gradients] if setup.grad_accum > 1 else []
+    root_weights, root_gradients = _root_terms(setup)
+    moments = []
+    if setup.layout == "colocated":
+        base += [_teacher_weights(setup)]
+        moments.append(moment("teacher", [*base, *earlier, *_teacher_pass_terms(setup)]))
+    held = _held_terms(setup)
+    layer, layer_params = _widest_layer(setup)
+    gathered = 0 if setup.shards == 1 else divided(layer_params, by=setup.tp)
+    casts = setup.arithmetic == "autocast"
+    if casts and setup.checkpointing:
+        moments.append(
+            moment(
+                "forward_end",
+                [
+                    *base,
+                    *earlier,
+                    *held,
+                    Term("weight_casts", 2 * setup.student.body.count, f"2 x {setup.student.body.count:,}"),
+                ],
+            )
+        )
+    loss_terms = _fused_terms(setup) if setup.loss == "fused" else _full_terms(setup)
+    moments.append(moment("loss", [*base, *earlier, *held, *root_weights, *loss_terms]))
+    backward = _backward_terms(setup, layer, gathered)
+    head_gradient = Term(
+        "head_gradient",
+        setup.columns * setup.student.hidden_size * setup.element_bytes,
+        f"V d {setup.element_bytes} = {setup.columns:,} x {setup.student.hidden_size:,} x {setup.element_bytes}",
+    )
+    start = [] if setup.shards > 1 else [head_gradient]
+    moments.append(
+        moment("backward_start", [*base, *earlier, *held, *root_weights, *root_gradients, *start, *backward])
+    )
+    moments.append(
+        moment("backward_end", [*base, gradients, *root_weights, *root_gradients, *_tied_terms(setup), *backward])
+    )
+    moments.append(moment("optimizer", [*base, gradients, _optimizer_temporaries(setup)]))
+    return DeviceMemory(tuple(moments))
+
+
+# ---- what is there all the time ------------------------------------------------------------------------------------
+
+
+def _share(setup: TrainerSetup, count: int) -> int:
+    return divided(count, by=setup.shards * setup.tp)
+
+
+def _over(setup: TrainerSetup) -> str:
+    ranks = setup.shards * setup.tp
+    return f" / {ranks}" if ranks > 1 else ""
+
+
+def _state_terms(setup: TrainerSetup) -> list[Term]:
+    params, element = setup.student.params, setup.element_bytes
+    state = optimizer_bytes(params, element_bytes=element, is_8bit=setup.is_8bit)
+    says = "2 x 8 bit and scales" if setup.is_8bit else f"2 x {element} N"
+    return [
+        Term(
+            "weights",
+            _share(setup, element * params.count),
+            f"{element} N{_over(setup)} = {element} x {params.count:,}{_over(setup)}",
+        ),
+        Term("optimizer_state", _share(setup, state), f"{says}{_over(setup)}, N = {params.count:,}"),
+    ]
+
+
+def _gradients(setup: TrainerSetup) -> Term:
+    count, element = setup.student.num_params, setup.element_bytes
+    return Term(
+        "gradients",
+        _share(setup, element * count),
+        f"{element} N{_over(setup)} = {element} x {count:,}{_over(setup)}",
+    )
+
+
+def _ring_terms(setup: TrainerSetup) -> list[Term]:
+    teacher, wire = setup.teacher, setup.wire_bytes
+    slot, num_slots = slot_bytes(setup.rows, teacher.hidden_size, wire), setup.ring_depth + setup.ring_spares
+    columns = divided(teacher.vocab_size, by=setup.vocab_shards)
+    head = Term(
+        "teacher_head",
+        columns * teacher.hidden_size * setup.teacher_bytes,
+        f"V d_t {setup.teacher_bytes} = {columns:,} x {teacher.hidden_size:,} x {setup.teacher_bytes}",
+    )
+    if setup.slots_on_device:
+        says = f"(depth + spares) R d_t b = {num_slots} x {setup.rows:,} x {teacher.hidden_size:,} x {wire}, in pages"
+        return [Term("ring_slots", num_slots * slot, says), head]
+    return [Term("states", slot, f"R d_t b = {setup.rows:,} x {teacher.hidden_size:,} x {wire}, a copy"), head]
+
+
+def _root_terms(setup: TrainerSetup) -> tuple[list[Term], list[Term]]:
+    """Sharded: embedding, head and final norm stay gathered from the forward to the end of the backward pass."""
+    if setup.shards == 1:
+        return [], []
+    student = setup.student
+    head = divided(student.head.count, by=setup.vocab_shards)
+    count = divided(student.embedding.count + head, by=setup.tp) + student.final_norm.count
+    element = 2 if setup.arithmetic != "fp32" else 4
+    says = f"{element} x {count:,} (embedding, head, final norm, gathered)"
+    return (
+        [Term("root_weights", element * count, says)],
+        [Term("root_gradients", element * count, f"{element} x {count:,}")],
+    )
+
+
+# ---- the forward pass ----------------------------------------------------------------------------------------------
+
+
+def _delta(setup: TrainerSetup) -> Literal["fused", "torch"]:
+    return "fused" if setup.has_delta_kernel else "torch"
+
+
+def _layer_activations(setup: TrainerSetup, index: int) -> LayerActivations:
+    return layer_activations(
+        setup.student.layers[index],
+        setup.student,
+        setup.arithmetic,
+        sequence_tokens=setup.sequence_tokens,
+        delta_kernel=_delta(setup),
+        tp=setup.tp,
+    )
+
+
+def _widest_layer(setup: TrainerSetup) -> tuple[LayerActivations, int]:
+    """The layer that holds most, and its parameters."""
+    layers = [_layer_activations(setup, index) for index in range(len(setup.student.layers))]
+    index = max(range(len(layers)), key=lambda index: layers[index].saved + layers[index].backward)
+    return layers[index], setup.student.largest_layer.params.count
+
+
+def _held_terms(setup: TrainerSetup) -> list[Term]:
+    """What the forward pass leaves, and the final states."""
+    student, element = setup.student, ELEMENT_BYTES[setup.arithmetic]
+    hidden, num_layers = student.hidden_size, student.num_layers
+    # The norm's output, and where the stream is wider the cast that the loss reads.
+    final_bytes = element.stream + (2 if setup.arithmetic == "autocast" else 0)
+    final = Term(
+        "final_states",
+        setup.tokens * hidden * final_bytes,
+        f"{final_bytes} T d = {final_bytes} x {setup.tokens:,} x {hidden:,}",
+    )
+    if setup.checkpointing:
+        each = hidden * element.stream
+        says = f"{element.stream} T d L = {element.stream} x {setup.tokens:,} x {hidden:,} x {num_layers}"
+        return [Term("activation_checkpoints", setup.tokens * each * num_layers, says), final]
+    per_token = saved_bytes(
+        student,
+        setup.arithmetic,
+        sequence_tokens=setup.sequence_tokens,
+        delta_kernel=_delta(setup),
+        tp=setup.tp,
+    )
+    terms = [
+        Term(
+            "activations",
+            setup.tokens * per_token,
+            f"T x {per_token:,} a token (counted by layer), T = {setup.tokens:,}",
+        ),
+        final,
+    ]
+    if setup.arithmetic == "autocast":
+        count = student.body.count
+        terms.append(Term("weight_casts", 2 * count, f"2 x {count:,}: bf16 copies of the layers' weights"))
+    return terms
+
+
+# ---- the loss ------------------------------------------------------------------------------------------------------
+
+
+def loss_shape(setup: TrainerSetup) -> LossShape:
+    """The loss's call in its own numbers."""
+    is_16bit = setup.arithmetic != "fp32"
+    on_slow_cpu = setup.device == "cpu" and is_16bit and not setup.matrix_units
+    on_fast_cpu = setup.device == "cpu" and is_16bit and setup.matrix_units
+    return LossShape(
+        num_rows=setup.rows,
+        num_columns=setup.columns,
+        student_hidden=setup.student.hidden_size,
+        teacher_hidden=setup.teacher.hidden_size,
+        student_logit_products=2 if on_fast_cpu else 1,
+        teacher_logit_products=2 if on_fast_cpu else 1,
+        state_bytes=2 if is_16bit and not on_slow_cpu else 4,
+        hidden_grad_bytes=2 if is_16bit else 4,
+        casts_states=on_slow_cpu,
+        num_block_buffers=0 if setup.device == "cuda" else 4,
+    )
+
+
+def loss_plan(setup: TrainerSetup) -> LossPlan:
+    """What the fused loss would choose here. Raises ValueError: a workspace too small for any tile."""
+    shape = loss_shape(setup)
+    mode = choose_mode(shape, device=setup.device, free_bytes=setup.free_bytes, workspace_bytes=setup.workspace_bytes)
+    return make_plan(shape, mode, device=setup.device, workspace_bytes=setup.workspace_bytes)
+
+
+def _fused_terms(setup: TrainerSetup) -> list[Term]:
+    shape, plan = loss_shape(setup), loss_plan(setup)
+    hidden, columns = setup.student.hidden_size, setup.columns
+    hidden_only = gradient_bytes(replace(shape, grad_weight=False), plan.mode)
+    weight_only = gradient_bytes(shape, plan.mode) - hidden_only
+    # A 16-bit weight is handed its gradient in its own dtype: for a moment both are there.
+    cast = columns * hidden * 2 if setup.shards > 1 or setup.element_bytes == 2 else 0
+    says = f"4 V d = 4 x {columns:,} x {hidden:,}" + (" and a 16-bit copy" if cast else "")
+    return [
+        Term(
+            "loss_workspace",
+            plan.workspace_bytes,
+            f"{plan.mode}: {plan.window_rows} rows x {plan.tile_columns:,} columns at a time",
+        ),
+        Term("loss_statistics", statistics_bytes(shape), f"256 R = 256 x {setup.rows:,}"),
+        Term("hidden_gradient", hidden_only, f"R d, R = {setup.rows:,}, d = {hidden:,}"),
+        Term("head_gradient", weight_only + cast, says),
+    ]
+
+
+def _full_terms(setup: TrainerSetup) -> list[Term]:
+    student = setup.student
+    terms = [
+        Term(
+            "full_logits",
+            setup.full_logit_bytes * setup.rows * student.vocab_size,
+            f"{setup.full_logit_bytes} R V = {setup.full_logit_bytes} x {setup.rows:,} x {student.vocab_size:,}",
+        )
+    ]
+    if setup.arithmetic == "autocast":
+        terms.append(Term("head_cast", 2 * student.head_width, f"2 V d = 2 x {student.head_width:,}"))
+    return terms
+
+
+# ---- the backward pass and the update ------------------------------------------------------------------------------
+
+
+def _backward_terms(setup: TrainerSetup, layer: LayerActivations, gathered: int) -> list[Term]:
+    """One layer at work: its saved tensors where they were dropped, gradients on their way, gathered weights."""
+    saved = layer.saved if setup.checkpointing else 0
+    per_token = saved + layer.backward
+    terms = [
+        Term(
+            "layer_working_set",
+            setup.tokens * per_token,
+            f"T x {per_token:,} a token: one layer's backward pass, T = {setup.tokens:,}",
+        )
+    ]
+    if gathered:
+        element = 2 if setup.arithmetic != "fp32" else 4
+        terms.append(
+            Term(
+                "gather_buffers",
+                4 * element * gathered,
+                f"{4 * element} x {gathered:,} of a layer: weights and gradients of two layers",
+            )
+        )
+    if setup.arithmetic == "autocast" and setup.checkpointing:
+        count = setup.student.largest_layer.params.count
+        terms.append(Term("weight_casts", 2 * count, f"2 x {count:,}: one layer's weights in bf16"))
+    return terms
+
+
+def _tied_terms(setup: TrainerSetup) -> list[Term]:
+    """The embedding's gradient comes last and is added to the head's, which is the same parameter's."""
+    if not setup.student.is_tied or setup.shards > 1:
+        return []
+    count = setup.student.embedding.count
+    return [Term("embedding_gradient", setup.element_bytes * count, f"{setup.element_bytes} V d, before it is added")]
+
+
+def _optimizer_temporaries(setup: TrainerSetup) -> Term:
+    if setup.is_8bit:
+        return Term("optimizer_temporaries", 0, "")
+    element, params = setup.element_bytes, setup.student.params
+    if setup.device == "cuda":
+        says = f"{element} N{_over(setup)}: square roots of all second moments at once"
+        return Term("optimizer_temporaries", _share(setup, element * params.count), says)
+    says = f"2 x {element} x {params.largest:,}: of the largest tensor"
+    return Term("optimizer_temporaries", 2 * element * params.largest, says)
+
+
+# ---- the colocated teacher -----------------------------------------------------------------------------------------
+
+
+def _teacher_weights(setup: TrainerSetup) -> Term:
+    count, element = setup.teacher.num_params, setup.teacher_bytes
+    over = f" / {setup.shards}" if setup.shards > 1 else ""
+    return Term(
+        "teacher_weights",
+        divided(element * count, by=setup.shards),
+        f"{element} N_t{over} = {element} x {count:,}{over}",
+    )
+
+
+def _teacher_pass_terms(setup: TrainerSetup) -> list[Term]:
+    teacher = setup.teacher
+    tokens = setup.pass_tokens or setup.tokens
+    activations = pass_bytes(teacher, element_bytes=setup.teacher_bytes, sequence_tokens=setup.sequence_tokens)
+    terms = [Term("teacher_activations", tokens * activations, f"T x {activations:,} a token, T = {tokens:,}")]
+    if setup.shards > 1:
+        count = teacher.largest_layer.params.count
+        terms.append(
+            Term(
+                "teacher_gather",
+                2 * setup.teacher_bytes * count,
+                f"2 x {setup.teacher_bytes} x {count:,}: two layers' weights gathered",
+            )
+        )
+    return terms
