@@ -85,6 +85,7 @@ def check_that_no_more_is_held_than_by_newcomers(
         teacher.until_ready()
     fresh = train("fresh", 100)
     fresh.until(lambda: fresh.errors.count("replica up: ") == num_replicas, "it knows all replicas")
+    fresh.until_step(5)  # and has opened its files
     for trainer in trainers:
         until_it_holds_no_more(trainer.life, witness.held(fresh.pid))
     for student in (fresh, *(trainer.life for trainer in trainers)):

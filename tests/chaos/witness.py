@@ -78,7 +78,8 @@ def rss_bytes(pid: int) -> int:
 def _descriptors(pid: int) -> Iterator[str]:
     """What each open descriptor is, without what tells one socket, slot or file of its kind from another."""
     for link in _links(pid):
-        yield re.sub(r"\d+", "", os.path.basename(link)) if link.startswith("/") else link.split(":[")[0]
+        name = re.sub(r"posix_[0-9a-f]+|\d+", "", os.path.basename(link))
+        yield name if link.startswith("/") else link.split(":[")[0]
 
 
 def _links(pid: int) -> Iterator[str]:
