@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from planner.activations import Arithmetic, layer_activations
 from planner.architecture import ModelShape
@@ -11,6 +11,8 @@ from planner.memory import DeviceMemory, Term, divided, moment
 
 #: States of so many full passes may exist at once: two that wait to be sent, and the one under way.
 PASSES_HELD = 3
+#: More nodes than this for one replica are no plan.
+MAX_STAGES = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,13 +87,17 @@ def teacher_memory(setup: TeacherSetup) -> DeviceMemory:
     )
 
 
-def least_tp(setup: TeacherSetup, *, capacity_bytes: int, devices_per_node: int) -> int | None:
-    """The fewest devices, as a power of two within a node, on which a replica fits; None: not within one node."""
+def fewest_devices(setup: TeacherSetup, *, capacity_bytes: int, devices_per_node: int) -> TeacherSetup:
+    """The smallest replica that fits: tensor parallelism over a power of two within a node first, then further nodes
+    as pipeline stages. Where even MAX_STAGES do not fit, the largest of these, which then does not fit."""
     heads = max(layer.attention.num_heads for layer in setup.teacher.layers)
-    tp = 1
-    while tp <= devices_per_node and heads % tp == 0:
-        candidate = TeacherSetup(**(vars(setup) | {"tp": tp}))
-        if teacher_memory(candidate).peak_bytes <= capacity_bytes:
-            return tp
-        tp *= 2
-    return None
+    candidate = replace(setup, tp=1)
+    while teacher_memory(candidate).peak_bytes > capacity_bytes:
+        wider = candidate.tp * 2
+        if candidate.pp == setup.pp and wider <= devices_per_node and heads % wider == 0:
+            candidate = replace(candidate, tp=wider)
+        elif candidate.pp < min(MAX_STAGES, setup.teacher.num_layers):
+            candidate = replace(candidate, pp=candidate.pp + 1)
+        else:
+            break
+    return candidate
