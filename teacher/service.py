@@ -45,6 +45,7 @@ from ring.core.teacher import (
     Work,
 )
 from teacher.answers import Parts, compute, fill_header
+from teacher.complaints import Complaints
 from teacher.forward import TeacherModel
 from teacher.students import ServiceConfig, Student, Students
 
@@ -87,7 +88,8 @@ class TeacherService:
         # Turns of the I/O side that brought something, and how many of them the compute side has taken into account.
         self._news = self._seen_news = 0
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._students = Students(model, config, wake=self._wake)
+        self._complaints = Complaints(logger)
+        self._students = Students(model, config, wake=self._wake, complaints=self._complaints)
 
     # ---- I/O side ------------------------------------------------------------------------------------------------
 
@@ -262,7 +264,7 @@ class TeacherService:
                 case _:
                     raise RemoteProtocolError(f"{type(message).__name__} is illegal in this phase of the handshake")
         except (RemoteProtocolError, TransportError) as error:
-            logger.warning("student %s: %s", name, error)
+            self._complaints.warn(f"student {name}: {error}", now_s=now_s)
             self._drop(name, str(error), now_s)
 
     def _collect_opened(self, now_s: float) -> bool:
@@ -271,7 +273,7 @@ class TeacherService:
             if error is None:
                 self._join(student, now_s)
             else:
-                logger.warning("student %s: %s", student.name, error)
+                self._complaints.warn(f"student {student.name}: {error}", now_s=now_s)
                 self._drop(student.name, str(error), now_s)
         return bool(news)
 

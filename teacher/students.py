@@ -6,7 +6,6 @@ does it: a student behind a wall holds up nobody else. One that says hello and t
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -14,11 +13,10 @@ from dataclasses import dataclass, field
 
 from ring.core.errors import DisaggKDError, RemoteProtocolError
 from ring.core.messages import Denied, FillId, Goodbye, Hello, Offer, Welcome
+from teacher.complaints import Complaints
 from teacher.forward import TeacherModel
 from transport.contract import Sender, Ticket
 from transport.registry import host_id, load
-
-logger = logging.getLogger(__name__)
 
 #: How long a student's endpoint may take to answer.
 OPEN_TIMEOUT_S = 5.0
@@ -55,11 +53,14 @@ class Student:
 class Students:
     """Not thread-safe: the service's lock guards it. Only the opening threads run beside it."""
 
-    def __init__(self, model: TeacherModel, config: ServiceConfig, *, wake: Callable[[], None]) -> None:
+    def __init__(
+        self, model: TeacherModel, config: ServiceConfig, *, wake: Callable[[], None], complaints: Complaints
+    ) -> None:
         """wake: called from another thread when `opened` has news."""
         self._model = model
         self._config = config
         self._wake = wake
+        self._complaints = complaints
         self._students: dict[str, Student] = {}
         self._opened: deque[tuple[Student, Sender | Exception, threading.Thread]] = deque()
         self._openings: set[threading.Thread] = set()
@@ -75,7 +76,7 @@ class Students:
         Denied."""
         mismatch = self._mismatch(hello)
         if mismatch is not None:
-            logger.warning("refused rank %d of run %s: %s", hello.rank, hello.run, mismatch)
+            self._complaints.warn(f"refused rank {hello.rank} of run {hello.run}: {mismatch}", now_s=now_s)
             return Denied(reason=mismatch)
         if draining:
             return Goodbye(reason=f"replica {self._config.replica} is going away")

@@ -19,6 +19,7 @@ from ring.core import codec
 from ring.core.errors import ConfigError, RemoteProtocolError, TeacherLost
 from ring.core.messages import (
     Cancel,
+    Denied,
     FillId,
     Goodbye,
     Hello,
@@ -238,6 +239,16 @@ def test_a_student_too_many_waits_for_a_place(model: TeacherModel) -> None:
                 second.wait_welcome(timeout_s=0.5)
         with open_ring(model, small) as ring:
             consume(ring, model, range(3))
+
+
+def test_a_stranger_that_floods_the_port_does_not_fill_the_log(
+    model: TeacherModel, stranger: Stranger, caplog: pytest.LogCaptureFixture
+) -> None:
+    misfit = make_hello(model, token_map_hash="ab" * 32)
+    for _ in range(500):
+        assert isinstance(stranger.ask(b"no message"), Goodbye)
+        assert isinstance(stranger.ask(misfit), Denied)
+    assert 1 <= len(caplog.records) < 100
 
 
 def test_a_student_whose_link_was_cut_comes_back_to_its_own_place(model: TeacherModel) -> None:
