@@ -7,6 +7,7 @@ config; tests hold the resulting counts against the real classes and against pub
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 from collections.abc import Mapping
@@ -174,9 +175,10 @@ def find_model(name: str, *, flag: str) -> ModelShape:
         return shape_of(_read(cached, flag=flag), name=name)
     if preset is not None:
         return shape_of(PRESETS[preset], name=preset)
+    near = difflib.get_close_matches(name.rsplit("/", 1)[-1].lower(), by_lower, n=3, cutoff=0.0)
     raise PlanError(
         f"{flag} {name}: no preset, no directory, no config.json and no hub id in the cache; "
-        f"allowed: one of these, or {', '.join(PRESETS)}"
+        f"allowed: one of these; presets are listed by --list, the nearest: {', '.join(by_lower[each] for each in near)}"
     )
 
 

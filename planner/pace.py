@@ -100,7 +100,7 @@ class Stages:
 @dataclass(frozen=True, kw_only=True)
 class Pace:
     """The steady state. step_s: between two microbatches of one trainer. by_stage_s: what it would be if only that
-    stage counted. *_stall_frac: part of the time that a side waits."""
+    stage counted. *_stall_frac: part of the time that a side waits for the other; not trainers for each other."""
 
     step_s: float
     by_stage_s: dict[Stage, float]
@@ -134,7 +134,7 @@ def pace(stages: Stages) -> Pace:
         by_stage_s=by_stage,
         bottleneck=ordered[0],
         margin=real[0] / real[1] if real[1] else math.inf,
-        student_stall_frac=1 - stages.student_s / step_s,
+        student_stall_frac=1 - stages.slowest_student_s / step_s,
         teacher_stall_frac=1 - by_stage["teacher"] / step_s,
         link_busy_frac=by_stage["link"] / step_s,
     )
@@ -146,7 +146,7 @@ def needed_depth(stages: Stages, *, jitter_s: float = 0.0) -> int:
     busiest_s = max(
         stages.slowest_student_s, stages.teacher_s * trainers / stages.num_replicas, stages.link_s * trainers
     )
-    slots = (stages.fetch_s + jitter_s + stages.student_s) / busiest_s
+    slots = (stages.fetch_s + jitter_s + stages.slowest_student_s) / busiest_s
     return max(1, math.ceil(slots - 1e-9))
 
 

@@ -105,7 +105,8 @@ class TeacherPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Everything that is printed. layouts: of the asked number of nodes; by_nodes: of 1 to that many."""
+    """Everything that is printed. layouts: of the asked number of nodes; by_nodes: of 1 to that many, as
+    far as the groups that are asked for fit."""
 
     question: Question
     layouts: tuple[LayoutPlan, ...]
@@ -214,7 +215,7 @@ def plan_of(question: Question) -> Plan:
     teacher = _teacher_plan(question, student_rate)
     layouts = tuple(
         _layout_plan(question, layout, loss, nodes, student_rate, teacher)
-        for nodes in range(1, settings.nodes + 1)
+        for nodes in _node_counts(settings)
         for layout, loss in LAYOUTS
     )
     stages = _stages(question, student_rate, teacher)
@@ -234,6 +235,18 @@ def plan_of(question: Question) -> Plan:
         ),
         token_bytes=token_bytes(question.teacher, wire_bytes=settings.wire_bytes, k=settings.top_k),
     )
+
+
+def _node_counts(settings: PlanSettings) -> list[int]:
+    """1 to the asked number, without those that don't hold the groups that are asked for."""
+    counts = []
+    for nodes in range(1, settings.nodes + 1):
+        try:
+            replace(settings, nodes=nodes)
+        except PlanError:
+            continue
+        counts.append(nodes)
+    return counts
 
 
 def _microbatch_bytes(question: Question) -> int:
@@ -312,14 +325,8 @@ def _layout_plan(
 ) -> LayoutPlan:
     settings = question.settings
     if nodes != settings.nodes:
-        # Fewer nodes: the whole state is shared by fewer ranks, unless the user said by how many.
-        fewer = settings.gpus * nodes // settings.student_tp
-        fits_groups = fewer and not (settings.fsdp and fewer % settings.fsdp) and not fewer % settings.vocab_shards
-        if not fits_groups or settings.gpus * nodes % settings.student_tp:
-            raise PlanError(f"{nodes} of {settings.nodes} nodes don't hold the groups that are asked for")
         question = replace(question, settings=replace(settings, nodes=nodes))
-        settings = question.settings
-        teacher = _teacher_plan(question, student_rate)
+        settings, teacher = question.settings, _teacher_plan(question, student_rate)
     setup = trainer_setup(question, layout, loss)
     memory = trainer_memory(setup)
     gather_s, num_gpus = 0.0, settings.num_gpus

@@ -200,8 +200,8 @@ def test_a_config_that_cannot_be_is_refused_with_what_was_found(raw: dict[str, A
 
 
 def test_an_unknown_model_is_refused_with_what_is_known() -> None:
-    with pytest.raises(PlanError, match=r"--teacher Qwen9: no preset.*Qwen3\.5-9B") as caught:
-        find_model("Qwen9", flag="--teacher")
+    with pytest.raises(PlanError, match=r"--teacher Qwen/Qwen3\.5-9: no preset.*Qwen3\.5-9B") as caught:
+        find_model("Qwen/Qwen3.5-9", flag="--teacher")
     assert "\n" not in str(caught.value)
 
 

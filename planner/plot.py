@@ -1,0 +1,115 @@
+"""What a sweep leaves behind: a picture (PNG and SVG), a CSV and a JSON file."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from planner.answer import Answer, point_record
+from planner.errors import PlanError
+from planner.plan import LAYOUTS
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_NAMES = {
+    ("colocated", "full"): "colocated, full loss",
+    ("colocated", "fused"): "colocated, fused loss",
+    ("disagg", "fused"): "disaggregated, fused loss",
+}
+# Told apart without colour too.
+_STYLES = {
+    ("colocated", "full"): ("#b5473c", "s", "--"),
+    ("colocated", "fused"): ("#c98a1b", "^", "-."),
+    ("disagg", "fused"): ("#2a6f97", "o", "-"),
+}
+_AXES = {
+    "tokens": "tokens a GPU and microbatch",
+    "gpus": "GPUs that train",
+    "teachers": "parameters of the teacher, billions",
+}
+
+
+def write_sweep(answer: Answer) -> list[Path]:
+    """Writes sweep.png, sweep.svg, sweep.csv and sweep.json; returns their paths.
+
+    Raises PlanError: they can't be written, or there is no matplotlib."""
+    settings = answer.plan.question.settings
+    directory = Path(settings.out)
+    records = [point_record(point) for point in answer.sweep]
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        paths = [directory / f"sweep.{ending}" for ending in ("csv", "json", "png", "svg")]
+        with paths[0].open("w", newline="") as file:
+            writer = csv.DictWriter(file, fieldnames=list(records[0]))
+            writer.writeheader()
+            writer.writerows(records)
+        paths[1].write_text(json.dumps({"swept": settings.sweep, "points": records}, indent=2) + "\n")
+        _draw(answer, paths[2:])
+    except OSError as error:
+        raise PlanError(f"--out {directory}: can't be written: {error.strerror}") from error
+    return paths
+
+
+def _draw(answer: Answer, paths: list[Path]) -> None:
+    try:
+        import matplotlib as mpl
+
+        mpl.use("Agg")
+        from matplotlib import pyplot as plt
+    except ImportError as error:
+        raise PlanError("--sweep needs matplotlib; allowed: pip install 'disaggkd[report]'") from error
+    question = answer.plan.question
+    kind = question.settings.sweep
+    figure, axes = plt.subplots(figsize=(8.5, 5.0), layout="constrained")
+    _lines(axes, answer)
+    capacity_gb = question.gpu.memory_bytes / 1e9
+    axes.axhline(capacity_gb, color="#444444", linewidth=1)
+    axes.annotate(
+        f"{question.gpu.name}: {capacity_gb:.0f} GB",
+        xy=(1, capacity_gb),
+        xycoords=("axes fraction", "data"),
+        xytext=(-4, 4),
+        textcoords="offset points",
+        ha="right",
+        color="#444444",
+    )
+    if kind != "gpus":
+        axes.set_xscale("log")
+    points = {point.label: point.x for point in answer.sweep}
+    rotation, align = (25, "right") if kind == "teachers" else (0, "center")
+    axes.set_xticks(list(points.values()), list(points), rotation=rotation, ha=align)
+    axes.minorticks_off()
+    axes.set_xlabel(_AXES[kind])
+    axes.set_ylabel("needed on a training GPU, GB")
+    axes.set_ylim(bottom=0, top=_top(answer, capacity_gb))
+    axes.set_title(f"{_title(answer)}: what a training GPU must hold", loc="left", fontsize=11)
+    axes.grid(axis="y", color="#dddddd", linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, loc="upper left")
+    for path in paths:
+        figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def _lines(axes: Axes, answer: Answer) -> None:
+    for layout in LAYOUTS:
+        points = [point for point in answer.sweep if (point.layout, point.loss) == layout]
+        colour, marker, line = _STYLES[layout]
+        xs, ys = [point.x for point in points], [point.needed_bytes / 1e9 for point in points]
+        axes.plot(xs, ys, color=colour, linestyle=line, marker=marker, markersize=5, label=_NAMES[layout])
+
+
+def _top(answer: Answer, capacity_gb: float) -> float:
+    """Up to four times the capacity: what lies beyond fits nowhere near."""
+    largest = max(point.needed_bytes for point in answer.sweep) / 1e9
+    return min(max(largest, capacity_gb) * 1.1, 4 * capacity_gb)
+
+
+def _title(answer: Answer) -> str:
+    question = answer.plan.question
+    if question.settings.sweep == "teachers":
+        return question.student.name
+    return f"{question.teacher.name} to {question.student.name}"
