@@ -1,49 +1,46 @@
 """`python -m bench transport`: how fast the transports fill slots, against what the machine can do without them.
 
-Two processes. In every round, one after the other: a plain copy of the same bytes into the same slots, a bare TCP
-stream received into them, and each transport with the credit loop of the ring (a slot is asked for again once its fill
-came). shm is held against the copy, zmq against the stream, ucx (where it is installed) against a minimal loop on UCX's
-own calls over the same of its transports; figures are medians over rounds of ratios within a round.
+Two processes. In every round, size by size, one after the other: a plain copy of the same bytes into the same slots, a
+bare TCP stream received into them, each transport, and where UCX is installed a minimal loop on its own calls and its
+own benchmark. shm is held against the copy, zmq against the stream, ucx against the minimal loop over the same of its
+transports. Figures are medians over rounds; a ratio is the median of the ratios within a round.
 """
 
 from __future__ import annotations
 
-import ctypes
-import os
-import socket
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import crc32c
 import torch
 from rich.console import Console
+from rich.table import Table
 
-from bench.processes import queued_s
-from bench.records import RECORDS_DIR, Check, Record, Spread, write_record
-from bench.report import console, exit_code, print_checks, print_spreads
-from bench.transport_teacher import HANG_TIMEOUT_S, Open, Put, Stream, Teacher, cpu_s, source, teacher
-from bench.transport_ucx import UCX_COPIES, UCX_WAYS, Bare, bare_receive, bare_worker, progress, ucx_transports
+from bench.records import RECORDS_DIR, Check, Record, Setting, Spread, write_record
+from bench.report import console, exit_code, print_checks
+from bench.transport_plot import Line, plot
+from bench.transport_teacher import teacher
+from bench.transport_ucx import UCX_WAYS
+from bench.transport_ways import BASE_OF, MEMCPY, SHM, TRIP_BYTES, ZMQ, Load, Pace, Way, Ways
 from ring.command import flag, parse, run, set_up_logging
-from ring.core.errors import ConfigError, TransportError
-from ring.core.messages import FillId
-from transport import registry
-from transport.contract import Receiver, wait_readable
-from transport.memory import SlotArena
+from ring.core.errors import ConfigError
 
 PROG = "bench.transport"
-SHM_TARGET, ZMQ_TARGET, UCX_TARGET = 0.80, 0.85, 0.85
-#: From this slot size on the target of ucx holds; below it the round trips of a fill count.
-UCX_TARGET_BYTES = 4 << 20
+TARGETS = {SHM: 0.80, ZMQ: 0.85} | dict.fromkeys(UCX_WAYS, 0.85)
+#: From this size on the targets hold; below it the round trips of a fill count.
+TARGET_BYTES = 4 << 20
 #: This far below its target a ratio fails the bench.
 MARGIN = 0.15
-MEMCPY, STREAM = "memcpy", "bare socket"
+#: Each size is this many times the one before.
+STEP = 4
 #: Part of the time that other work had the core of the plain copy, which alone has nobody else to share it with; above
 #: it a note says so.
 QUIET_FRAC = 0.03
+
+#: By size, then by way, round by round.
+Paces = dict[int, dict[str, list[Pace]]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,35 +48,34 @@ class TransportConfig:
     """Raises ConfigError on construction: a value out of its range."""
 
     rounds: int = flag(7, "rounds; figures are medians over them")
-    fills: int = flag(64, "fills of each way in a round")
-    slot_bytes: int = flag(16 << 20, "bytes of a slot, and of a fill")
+    round_bytes: int = flag(256 << 20, "bytes that each way moves of each size in a round; at least a ring full")
+    min_bytes: int = flag(256 << 10, "bytes of the smallest fills; the next ones have four times as many")
+    max_bytes: int = flag(64 << 20, "bytes of the largest fills, and of a slot")
     depth: int = flag(4, "slots of the ring")
-    out: str = flag(str(RECORDS_DIR), "where the record is written", metavar="DIR")
+    trips: int = flag(500, f"round trips of {TRIP_BYTES} bytes of each way in a round")
+    plot: str = flag("", "also draw the figures into this file (needs the extra `report`)", metavar="FILE")
+    out: str = flag(str(RECORDS_DIR), "where the records are written", metavar="DIR")
     debug: bool = flag(False, "log more, and print tracebacks")
 
     def __post_init__(self) -> None:
-        for name in ("rounds", "fills", "slot_bytes", "depth"):
+        for name in ("rounds", "round_bytes", "min_bytes", "depth", "trips"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"--{name.replace('_', '-')} must be >= 1, got {getattr(self, name)}")
+        if self.max_bytes < max(self.min_bytes, TRIP_BYTES):
+            least = max(self.min_bytes, TRIP_BYTES)
+            raise ConfigError(
+                f"--max-bytes must be at least --min-bytes and {TRIP_BYTES}: {least}; got {self.max_bytes}"
+            )
 
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        sizes = [self.min_bytes]
+        while sizes[-1] * STEP <= self.max_bytes:
+            sizes.append(sizes[-1] * STEP)
+        return tuple(sizes)
 
-@dataclass(frozen=True, kw_only=True)
-class Pace:
-    """One way in one round. `cpu_s_per_gb`: of both processes. `queued_frac`: part of the time that this thread was
-    ready to run while something else had its core."""
-
-    gb_per_s: float
-    cpu_s_per_gb: float
-    queued_frac: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Way:
-    """A way to fill slots. `copies`: how often a byte is copied between the teacher's buffer and the slot."""
-
-    name: str
-    copies: str
-    measure: Callable[[], Pace]
+    def load(self, num_bytes: int) -> Load:
+        return Load(num_bytes=num_bytes, num_fills=max(self.depth, self.round_bytes // num_bytes), depth=self.depth)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -100,253 +96,153 @@ def main(argv: Sequence[str] | None = None) -> int:
 def bench(config: TransportConfig, out: Console) -> int:
     """Measure, print, record; returns the exit code. Raises DisaggKDError."""
     torch.set_num_threads(1)
-    paces: dict[str, list[Pace]] = {}
-    with _ways(config) as ways:
-        for way in ways:  # connections, pages and processor clocks warm up
-            way.measure()
-        for _ in range(config.rounds):
-            for way in ways:
-                paces.setdefault(way.name, []).append(way.measure())
-        copies = {way.name: way.copies for way in ways}
-    record = _record(config, paces)
-    title = f"slots of {config.slot_bytes / 2**20:g} MiB, {config.fills} fills a round; medians over rounds"
-    rows = [
-        (f"{name}, {copies[name]}", "GB/s", Spread.of([pace.gb_per_s for pace in found]))
-        for name, found in paces.items()
-    ]
-    print_spreads(out, title, rows)
-    print_checks(out, "transport", record.checks)
-    for note in record.notes:
+    slot_bytes = config.sizes[-1]
+    with (
+        teacher(num_sources=config.depth, source_bytes=slot_bytes) as process,
+        closing(Ways(process, depth=config.depth, slot_bytes=slot_bytes)) as opener,
+    ):
+        ways = list(opener.open())
+        paces, trips_s = _measure(config, ways)
+    records = [*_fill_records(config, paces), _trip_record(config, trips_s)]
+    _print_table(out, config, ways, paces, trips_s)
+    checks = [check for record in records for check in record.checks]
+    print_checks(out, "against what they are built on", [check for check in checks if check.target is not None])
+    for note in sorted({note for record in records for note in record.notes}):
         out.print(f"note: {note}", style="yellow", highlight=False)
-    path = write_record(record, directory=Path(config.out))
-    out.print(f"record: {path}", highlight=False)
-    return exit_code(record.checks)
+    if config.plot:
+        plot(_lines(paces), path=Path(config.plot))
+        out.print(f"plot: {config.plot}", highlight=False)
+    for record in records:
+        path = write_record(record, directory=Path(config.out))
+    out.print(f"records: {path}", highlight=False)
+    return exit_code(checks)
 
 
-def _record(config: TransportConfig, paces: dict[str, list[Pace]]) -> Record:
-    def ratio(name: str, base: str) -> float:
-        pairs = zip(paces[name], paces[base], strict=True)
-        return Spread.of([way.gb_per_s / other.gb_per_s for way, other in pairs]).median
+def _measure(config: TransportConfig, ways: Sequence[Way]) -> tuple[Paces, dict[str, list[float]]]:
+    """(paces, seconds of a round trip by way, round by round)"""
+    paces: Paces = {size: {way.name: [] for way in ways} for size in config.sizes}
+    trips_s: dict[str, list[float]] = {way.name: [] for way in ways if way.trip_s is not None}
+    for way in ways:  # connections, pages and processor clocks warm up
+        way.measure(config.load(config.sizes[-1]))
+    for _ in range(config.rounds):
+        for size in config.sizes:
+            for way in ways:
+                paces[size][way.name].append(way.measure(config.load(size)))
+        for way in ways:
+            if way.trip_s is not None:
+                trips_s[way.name].append(way.trip_s(config.trips))
+    return paces, trips_s
 
-    speed = {name: Spread.of([pace.gb_per_s for pace in found]) for name, found in paces.items()}
-    cpu = {name: Spread.of([pace.cpu_s_per_gb for pace in found]) for name, found in paces.items()}
-    checks = (
-        Check(
-            name="shm over memcpy of the same slots",
-            measured=ratio("shm", MEMCPY),
-            target=SHM_TARGET,
-            limit=SHM_TARGET - MARGIN,
-            at_most=False,
-        ),
-        Check(
-            name="zmq over a bare socket stream",
-            measured=ratio("zmq", STREAM),
-            target=ZMQ_TARGET,
-            limit=ZMQ_TARGET - MARGIN,
-            at_most=False,
-        ),
-        *_ucx_checks(config, paces, ratio),
-        Check(name="zmq with CRC over a bare socket stream", measured=ratio("zmq with CRC", STREAM)),
-        *(Check(name=f"{name}: CPU of both sides", measured=s.median, unit="s/GB") for name, s in cpu.items()),
-    )
+
+# ---- records ---------------------------------------------------------------------------------------------------------
+
+
+def _fill_records(config: TransportConfig, paces: Paces) -> Iterator[Record]:
+    for size, found in paces.items():
+        load = config.load(size)
+        yield Record(
+            bench="transport",
+            case=f"fills of {_mib(size)}",
+            settings=_settings(config) | {"fill_bytes": size, "fills": load.num_fills},
+            measured={
+                **{f"{name} gb_per_s": _speed(of) for name, of in found.items()},
+                **{f"{name} cpu_s_per_gb": cpu for name, of in found.items() if (cpu := _cpu(of)) is not None},
+            },
+            bytes_moved=config.rounds * load.total_bytes * len(found),
+            checks=tuple(_checks(size, found)),
+            notes=_notes(found),
+        )
+
+
+def _trip_record(config: TransportConfig, trips_s: Mapping[str, list[float]]) -> Record:
     return Record(
         bench="transport",
-        case="fills",
-        settings={name: value for name, value in asdict(config).items() if name != "out"},
-        measured={
-            **{f"{name} gb_per_s": spread for name, spread in speed.items()},
-            **{f"{name} cpu_s_per_gb": spread for name, spread in cpu.items()},
-        },
-        bytes_moved=config.rounds * config.fills * config.slot_bytes * len(paces),
-        checks=checks,
-        notes=_notes(paces),
+        case=f"round trips of {TRIP_BYTES} bytes",
+        settings=_settings(config),
+        measured={f"{name} trip_s": Spread.of(found) for name, found in trips_s.items()},
+        bytes_moved=config.rounds * config.trips * TRIP_BYTES * len(trips_s),
     )
 
 
-def _ucx_checks(
-    config: TransportConfig, paces: dict[str, list[Pace]], ratio: Callable[[str, str], float]
-) -> Iterator[Check]:
-    is_large = config.slot_bytes >= UCX_TARGET_BYTES
-    for name in UCX_WAYS:
-        if name in paces:
-            yield Check(
-                name=f"{name} over UCX's own minimal loop",
-                measured=ratio(name, f"bare {name}"),
-                target=UCX_TARGET if is_large else None,
-                limit=UCX_TARGET - MARGIN if is_large else None,
-                at_most=False,
-            )
+def _settings(config: TransportConfig) -> dict[str, Setting]:
+    return {name: value for name, value in asdict(config).items() if name not in ("out", "plot", "debug")}
 
 
-def _notes(paces: dict[str, list[Pace]]) -> tuple[str, ...]:
+def _checks(size: int, found: Mapping[str, Sequence[Pace]]) -> Iterator[Check]:
+    for name, base in BASE_OF.items():
+        if name not in found:
+            continue
+        pairs = zip(found[name], found[base], strict=True)
+        target = TARGETS.get(name) if size >= TARGET_BYTES else None
+        yield Check(
+            name=f"{name} over {base}, {_mib(size)}",
+            measured=Spread.of([way.gb_per_s / other.gb_per_s for way, other in pairs]).median,
+            target=target,
+            limit=None if target is None else target - MARGIN,
+            at_most=False,
+        )
+
+
+def _notes(found: Mapping[str, Sequence[Pace]]) -> tuple[str, ...]:
     """What makes these figures less than they claim to be."""
-    queued = Spread.of([pace.queued_frac for pace in paces[MEMCPY]]).median
+    queued = Spread.of([pace.queued_frac for pace in found[MEMCPY]]).median
     if not queued > QUIET_FRAC:
         return ()
-    return (
-        f"not quiet: other work had the core for {queued:.0%} of the time; the times are noise: run it again on an "
-        f"idle machine (the CPU figures hold)",
-    )
+    return ("not quiet: other work had the cores; the times are noise: run it again on an idle machine",)
 
 
-@contextmanager
-def _ways(config: TransportConfig) -> Iterator[list[Way]]:
-    """Everything that is measured, open and ready."""
-    arena = SlotArena(config.depth, config.slot_bytes)
-    sources = [source(number, config.slot_bytes) for number in range(config.depth)]
-    receivers: dict[str, Receiver] = {}
-    try:
-        with teacher(num_sources=config.depth, source_bytes=config.slot_bytes) as process:
-            has_ucx = registry.unavailable("ucx") is None
-            channels: dict[str, tuple[str, str | None]] = {"shm": ("shm", None), "zmq": ("zmq", None)}
-            channels |= {name: ("ucx", tls) for name, tls in UCX_WAYS.items() if has_ucx}
-            for name, (backend, tls) in channels.items():
-                with ucx_transports(tls):
-                    receivers[name] = registry.load(backend).open_receiver(arena, bind_host="127.0.0.1")
-                _connect(process, name, backend, tls, receivers[name], arena)
-
-            def fills(channel: str, *, with_crc: bool = False) -> Callable[[], Pace]:
-                def measure() -> Pace:
-                    pace = _fills(config, process, channel, receivers[channel], arena, with_crc=with_crc)
-                    _check(arena, sources[: config.fills], what=channel)
-                    return pace
-
-                return measure
-
-            def bare(tls: str) -> Callable[[], Pace]:
-                def measure() -> Pace:
-                    pace = _bare(config, process, tls, arena)
-                    _check(arena, sources[: config.fills], what=f"the minimal loop over {tls}")
-                    return pace
-
-                return measure
-
-            yield [
-                Way(name=MEMCPY, copies="1 copy", measure=lambda: _memcpy(config, arena, sources)),
-                Way(name="shm", copies="1 copy", measure=fills("shm")),
-                Way(name=STREAM, copies="through the kernel", measure=lambda: _stream(config, process, arena)),
-                Way(name="zmq", copies="through the kernel + 1", measure=fills("zmq")),
-                Way(name="zmq with CRC", copies="through the kernel + 1", measure=fills("zmq", with_crc=True)),
-                *(
-                    way
-                    for name, tls in UCX_WAYS.items()
-                    if has_ucx
-                    for way in (
-                        Way(name=f"bare {name}", copies=UCX_COPIES[name], measure=bare(tls)),
-                        Way(name=name, copies=UCX_COPIES[name], measure=fills(name)),
-                    )
-                ),
-            ]
-    finally:
-        for receiver in receivers.values():
-            receiver.close()
-            receiver.forget()
-        arena.close()
+def _speed(of: Sequence[Pace]) -> Spread:
+    return Spread.of([pace.gb_per_s for pace in of])
 
 
-def _connect(
-    process: Teacher, channel: str, backend: str, tls: str | None, receiver: Receiver, arena: SlotArena
+def _cpu(of: Sequence[Pace]) -> Spread | None:
+    known = [pace.cpu_s_per_gb for pace in of if pace.cpu_s_per_gb is not None]
+    return Spread.of(known) if known else None
+
+
+# ---- for people ------------------------------------------------------------------------------------------------------
+
+
+def _print_table(
+    out: Console, config: TransportConfig, ways: Sequence[Way], paces: Paces, trips_s: Mapping[str, list[float]]
 ) -> None:
-    process.start(Open(backend, receiver.describe(), arena.num_slots, arena.slot_bytes, channel=channel, tls=tls))
-    while not process.is_done():
-        receiver.poll()
-        wait_readable(receiver, time.monotonic() + HANG_TIMEOUT_S, what="the bench's teacher")
-    process.result()
-
-
-def _check(arena: SlotArena, sources: Sequence[torch.Tensor], *, what: str) -> None:
-    for slot, expected in enumerate(sources):
-        if not torch.equal(arena.view(slot, torch.uint8, expected.shape), expected):
-            raise TransportError(f"{what}: slot {slot} does not hold what was put")
-        arena.poison(slot)
-
-
-def _memcpy(config: TransportConfig, arena: SlotArena, sources: Sequence[torch.Tensor]) -> Pace:
-    slots = [arena.view(slot, torch.uint8, (config.slot_bytes,)) for slot in range(config.depth)]
-    clock = _Clock()
-    for number in range(config.fills):
-        slot = number % config.depth
-        ctypes.memmove(slots[slot].data_ptr(), sources[slot].data_ptr(), config.slot_bytes)
-    clock.stop()
-    return clock.pace(config)
-
-
-def _stream(config: TransportConfig, process: Teacher, arena: SlotArena) -> Pace:
-    slots = [arena.buffer(slot)[: config.slot_bytes] for slot in range(config.depth)]
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        host, port = listener.getsockname()
-        process.start(Stream((host, port), config.fills))
-        connection, _ = listener.accept()
-    with connection:
-        clock = _Clock()
-        for number in range(config.fills):
-            left = slots[number % config.depth]
-            while left:
-                num_bytes = connection.recv_into(left)
-                if num_bytes == 0:
-                    raise TransportError("the bare socket ended early")
-                left = left[num_bytes:]
-        clock.stop()
-        connection.send(b"!")
-    return clock.pace(config, teacher_cpu_s=process.result())
-
-
-def _fills(
-    config: TransportConfig, process: Teacher, backend: str, receiver: Receiver, arena: SlotArena, *, with_crc: bool
-) -> Pace:
-    process.start(Put(backend, config.fills, with_crc))
-    clock = _Clock()
-    num_asked = num_arrived = 0
-    while num_arrived < config.fills:
-        while num_asked < config.fills and num_asked - num_arrived < config.depth:
-            slot = num_asked % config.depth
-            receiver.arm(FillId(num_asked, 1, slot), num_bytes=config.slot_bytes)
-            os.write(process.credits_fd, b"!")
-            num_asked += 1
-        for arrival in receiver.wait(timeout_s=HANG_TIMEOUT_S):
-            data = arena.buffer(arrival.fill.slot)[: arrival.num_bytes]
-            if with_crc and crc32c.crc32c(data).to_bytes(4, "little") != arrival.header:
-                raise TransportError(f"{arrival.fill} arrived damaged")
-            num_arrived += 1
-    clock.stop()
-    while not process.is_done():  # acknowledgements still have to leave
-        receiver.poll()
-    return clock.pace(config, teacher_cpu_s=process.result())
-
-
-def _bare(config: TransportConfig, process: Teacher, tls: str, arena: SlotArena) -> Pace:
-    slots = [arena.buffer(slot)[: config.slot_bytes] for slot in range(config.depth)]
-    worker = bare_worker(tls)
-    try:
-        process.start(Bare(tls, worker.address(), config.fills))
-        clocks: list[_Clock] = []
-        bare_receive(worker, slots, config.fills, on_begin=lambda: clocks.append(_Clock()))
-        clocks[0].stop()
-        while not process.is_done():  # it has to learn that all was fetched
-            progress(worker)
-    finally:
-        worker.close()
-    return clocks[0].pace(config, teacher_cpu_s=process.result())
-
-
-class _Clock:
-    """Times the student's side of one way, from its making to `stop`."""
-
-    def __init__(self) -> None:
-        self._begin_s, self._begin_cpu_s, self._begin_queued_s = time.perf_counter(), cpu_s(), queued_s()
-
-    def stop(self) -> None:
-        self._wall_s = time.perf_counter() - self._begin_s
-        self._cpu_s = cpu_s() - self._begin_cpu_s
-        self._queued_s = queued_s() - self._begin_queued_s
-
-    def pace(self, config: TransportConfig, *, teacher_cpu_s: float = 0.0) -> Pace:
-        moved_gb = config.fills * config.slot_bytes / 1e9
-        return Pace(
-            gb_per_s=moved_gb / self._wall_s,
-            cpu_s_per_gb=(self._cpu_s + teacher_cpu_s) / moved_gb,
-            queued_frac=self._queued_s / self._wall_s,
+    title = f"GB/s by the size of a fill; medians over {config.rounds} rounds"
+    table = Table(title=title, title_justify="left", title_style="bold")
+    table.add_column("way")
+    for name in (
+        *map(_mib, config.sizes),
+        f"CPU s/GB, {_mib(config.sizes[-1])}",
+        "copies",
+        f"{TRIP_BYTES} B there and back",
+    ):
+        table.add_column(name, justify="right")
+    for way in ways:
+        cpu = _cpu(paces[config.sizes[-1]][way.name])
+        table.add_row(
+            way.name,
+            *(f"{_speed(found[way.name]).median:.2f}" for found in paces.values()),
+            "-" if cpu is None else f"{cpu.median:.2f}",
+            way.copies,
+            f"{Spread.of(trips_s[way.name]).median * 1e6:.0f} us" if way.name in trips_s else "-",
         )
+    out.print(table)
+
+
+def _lines(paces: Paces) -> list[Line]:
+    names = next(iter(paces.values()))
+    return [
+        Line(
+            name=name,
+            is_ours=name in BASE_OF,
+            speeds=[(size, _speed(found[name])) for size, found in paces.items()],
+            cpu_s_per_gb=_cpu(paces[max(paces)][name]),
+        )
+        for name in names
+    ]
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:g} MiB"
 
 
 if __name__ == "__main__":

@@ -222,7 +222,7 @@ def _loopback(name: str, process: Teacher, arena: SlotArena, seconds: float) -> 
 
 def _fills(name: str, process: Teacher, receiver: Receiver, num_fills: int) -> float:
     """GB/s, a slot asked for again as soon as its fill came."""
-    process.start(Put(name, num_fills, with_crc=False))
+    process.start(Put(name, num_fills, _SLOT_BYTES))
     begin_s = time.perf_counter()
     num_asked = num_arrived = 0
     while num_arrived < num_fills:

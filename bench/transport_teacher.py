@@ -1,4 +1,4 @@
-"""The other process of the transport bench: puts fills, or streams bytes through a bare socket, as it is told."""
+"""The other process of the transport bench: puts fills, or sends bytes through a bare socket, as it is told."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 import crc32c
 import torch
 
-from bench.transport_ucx import Bare, bare_send, ucx_transports
+from bench.transport_ucx import Bare, serve_bare, ucx_transports
 from ring.core.errors import DisaggKDError, TransportError
 from ring.core.messages import Description, FillId
 from transport import registry
@@ -41,22 +41,33 @@ class Open:
 
 @dataclass(frozen=True)
 class Put:
-    """Put `num_fills` on that channel: each when a byte of credit comes through the pipe."""
+    """Put `num_fills` of `num_bytes` on that channel: each when a byte of credit comes through the pipe."""
 
     channel: str
     num_fills: int
-    with_crc: bool
+    num_bytes: int
+    with_crc: bool = False
 
 
 @dataclass(frozen=True)
 class Stream:
-    """Connect there, and send `num_fills` sources through the bare socket."""
+    """Connect there, and send `num_fills` sources through the bare socket, the first `num_bytes` of each."""
 
     address: tuple[str, int]
     num_fills: int
+    num_bytes: int
 
 
-Task = Open | Put | Stream | Bare
+@dataclass(frozen=True)
+class Echo:
+    """Connect there, and send each message of `num_bytes` back, `num_trips` of them."""
+
+    address: tuple[str, int]
+    num_trips: int
+    num_bytes: int
+
+
+Task = Open | Put | Stream | Echo | Bare
 
 
 def cpu_s() -> float:
@@ -146,8 +157,10 @@ def _serve(tasks: Connection, credits: Connection, num_sources: int, source_byte
                         _put(senders[task.channel], credits.fileno(), sources, task)
                     case Stream():
                         _stream(task, sources)
+                    case Echo():
+                        _echo(task)
                     case Bare():
-                        bare_send(task, sources)
+                        serve_bare(task, sources)
                 tasks.send(cpu_s() - before_s)
             except DisaggKDError as error:
                 tasks.send(error)
@@ -163,7 +176,7 @@ def _put(sender: Sender, credits_fd: int, sources: list[torch.Tensor], task: Put
     num_credits = num_put = num_done = 0
     while num_done < task.num_fills:
         while num_put < num_credits:
-            data = sources[num_put % len(sources)]
+            data = sources[num_put % len(sources)][: task.num_bytes]
             header = crc32c.crc32c(as_bytes(data)).to_bytes(4, "little") if task.with_crc else b""
             sender.put(FillId(num_put, 1, num_put % len(sources)), header=header, parts=[data])
             num_put += 1
@@ -183,7 +196,14 @@ def _put(sender: Sender, credits_fd: int, sources: list[torch.Tensor], task: Put
 def _stream(task: Stream, sources: list[torch.Tensor]) -> None:
     with socket.create_connection(task.address, HANG_TIMEOUT_S) as connection:
         for number in range(task.num_fills):
-            left = as_bytes(sources[number % len(sources)])
+            left = as_bytes(sources[number % len(sources)])[: task.num_bytes]
             while left:
                 left = left[connection.sendmsg([left]) :]
         connection.recv(1)  # until the other side has it all
+
+
+def _echo(task: Echo) -> None:
+    with socket.create_connection(task.address, HANG_TIMEOUT_S) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for _ in range(task.num_trips):
+            connection.sendall(connection.recv(task.num_bytes, socket.MSG_WAITALL))

@@ -19,23 +19,28 @@ import torch
 from ring.core.errors import TransportError
 from transport import ucx_core
 from transport.memory import as_bytes
-from transport.ucx_core import Transfer, Worker
+from transport.ucx_core import Connection, Message, Transfer, Worker
 
 #: By the name of the way: UCX's transports within one host.
 UCX_WAYS = {"ucx tcp": "tcp", "ucx shm": "posix,sysv,cma"}
-UCX_COPIES = {"ucx tcp": "through the kernel + 1", "ucx shm": "2 copies"}
+UCX_COPIES = {"ucx tcp": "kernel + 1", "ucx shm": "2"}
 _IN_FLIGHT = 2
 _HANG_TIMEOUT_S = 120.0
+_POLL_BUDGET_S = 2e-3
 _HELLO_TAG, _PAYLOAD_TAG = 1, 2
 
 
 @dataclass(frozen=True)
 class Bare:
-    """Send `num_fills` sources to that worker, over these transports of UCX."""
+    """Be the other end of that worker's minimal loop, over these transports of UCX.
+
+    Sends `num_fills` sources, the first `num_bytes` of each; `echoes`: instead sends back that many messages."""
 
     tls: str
     address: bytes
     num_fills: int
+    num_bytes: int
+    echoes: bool = False
 
 
 @contextmanager
@@ -53,67 +58,118 @@ def ucx_transports(tls: str | None) -> Iterator[None]:
             del os.environ["UCX_TLS"]
 
 
-def bare_worker(tls: str) -> Worker:
-    with ucx_transports(tls):
-        return Worker(ucx_core.context(net_devices="lo"))
+class BareEnd:
+    """One end of the minimal loop."""
 
+    def __init__(self, tls: str) -> None:
+        with ucx_transports(tls):
+            self._worker = Worker(ucx_core.context(net_devices="lo"))
+        self._connection: Connection | None = None
 
-def bare_send(task: Bare, sources: Sequence[torch.Tensor]) -> None:
-    worker = bare_worker(task.tls)
-    try:
-        connection = worker.connect(task.address)
-        connection.send(worker.address(), tag=_HELLO_TAG)
+    def address(self) -> bytes:
+        return self._worker.address()
+
+    def greet(self, address: bytes) -> None:
+        """Connect to the end that has this address, and tell it ours."""
+        self._connection = self._worker.connect(address)
+        self._connection.send(self._worker.address(), tag=_HELLO_TAG)
+
+    def await_greeting(self) -> None:
+        """Until the other end has connected; we are connected to it then."""
+        message = self._next()
+        assert message.tag == _HELLO_TAG
+        self._connection = self._worker.connect(self._read(message))
+
+    def send(self, sources: Sequence[torch.Tensor], *, num_fills: int, num_bytes: int) -> None:
+        """Returns once the other end has fetched all of them."""
         moving: deque[Transfer] = deque()
-        for number in range(task.num_fills):
-            moving.append(connection.send(as_bytes(sources[number % len(sources)]), tag=_PAYLOAD_TAG))
+        for number in range(num_fills):
+            moving.append(self._send(as_bytes(sources[number % len(sources)])[:num_bytes]))
             if len(moving) == _IN_FLIGHT:
-                _finish(worker, moving.popleft())
-        _work(worker, until=lambda: all(transfer.is_done for transfer in worker.transfers))
+                self._finish(moving.popleft())
+        for transfer in moving:
+            self._finish(transfer)
+
+    def receive(self, slots: Sequence[memoryview], *, num_fills: int) -> None:
+        """Returns once all are in their slots."""
+        moving: deque[Transfer] = deque()
+        for number in range(num_fills):
+            moving.append(self._worker.receive(self._next(), slots[number % len(slots)]))
+            while moving and moving[0].is_done:
+                self._finish(moving.popleft())
+        for transfer in moving:
+            self._finish(transfer)
+
+    def echo(self, *, num_trips: int) -> None:
+        """Send back what comes, and stay until a last message says that all of it arrived."""
+        for _ in range(num_trips):
+            self._finish(self._send(self._read(self._next())))
+        self._read(self._next())
+
+    def trip(self, message: bytes) -> None:
+        """There and back."""
+        self._send(message)
+        self._read(self._next())
+
+    def say_goodbye(self) -> None:
+        """What an `echo` waits for in the end."""
+        self._send(b"!")
+
+    def progress(self) -> None:
+        """What the other end still has to learn is sent by and by."""
+        self._worker.progress(budget_s=_POLL_BUDGET_S)
+        self._worker.forget_done()
+
+    def close(self) -> None:
+        self._worker.close()
+
+    def _send(self, memory: memoryview | bytes) -> Transfer:
+        assert self._connection is not None
+        return self._connection.send(memory, tag=_PAYLOAD_TAG)
+
+    def _read(self, message: Message) -> bytes:
+        buffer = bytearray(message.num_bytes)
+        self._finish(self._worker.receive(message, memoryview(buffer)))
+        return bytes(buffer)
+
+    def _next(self) -> Message:
+        """The next message that the other end offers."""
+        found: list[Message] = []
+
+        def take() -> bool:
+            if not found and (message := self._worker.next_message()) is not None:
+                found.append(message)
+            return bool(found)
+
+        self._work(until=take)
+        return found[0]
+
+    def _finish(self, transfer: Transfer) -> None:
+        self._work(until=lambda: transfer.is_done)
+        error = transfer.error()
+        if error is not None:
+            raise TransportError(f"the minimal loop of UCX failed: {error}")
+
+    def _work(self, *, until: Callable[[], bool]) -> None:
+        deadline_s = time.monotonic() + _HANG_TIMEOUT_S
+        poller = select.poll()
+        poller.register(self._worker, select.POLLIN)
+        while not until():
+            if self._worker.progress(budget_s=_POLL_BUDGET_S) or until() or not self._worker.arm():
+                continue
+            poller.poll(100)
+            if time.monotonic() > deadline_s:
+                raise TransportError(f"the minimal loop of UCX did not end within {_HANG_TIMEOUT_S} s")
+
+
+def serve_bare(task: Bare, sources: Sequence[torch.Tensor]) -> None:
+    """What the teacher's process does of the minimal loop."""
+    end = BareEnd(task.tls)
+    try:
+        end.greet(task.address)
+        if task.echoes:
+            end.echo(num_trips=task.num_fills)
+        else:
+            end.send(sources, num_fills=task.num_fills, num_bytes=task.num_bytes)
     finally:
-        worker.close()
-
-
-def bare_receive(worker: Worker, slots: Sequence[memoryview], num_fills: int, *, on_begin: Callable[[], None]) -> None:
-    """Until all fills are in their slots. on_begin: called once, when the other side is there."""
-    num_offered = 0
-    moving: deque[Transfer] = deque()
-
-    def take() -> bool:
-        nonlocal num_offered
-        while (message := worker.next_message()) is not None:
-            if message.tag == _HELLO_TAG:
-                buffer = bytearray(message.num_bytes)
-                hello = worker.receive(message, memoryview(buffer))
-                _finish(worker, hello)
-                worker.connect(bytes(buffer))
-                on_begin()
-            else:
-                moving.append(worker.receive(message, slots[num_offered % len(slots)]))
-                num_offered += 1
-        while moving and moving[0].is_done:
-            error = moving.popleft().error()
-            if error is not None:
-                raise TransportError(f"the minimal loop of UCX failed: {error}")
-        return num_offered == num_fills and not moving
-
-    _work(worker, until=take)
-
-
-def progress(worker: Worker) -> None:
-    worker.progress(budget_s=2e-3)
-
-
-def _finish(worker: Worker, transfer: Transfer) -> None:
-    _work(worker, until=lambda: transfer.is_done)
-
-
-def _work(worker: Worker, *, until: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + _HANG_TIMEOUT_S
-    poller = select.poll()
-    poller.register(worker, select.POLLIN)
-    while not until():
-        if worker.progress(budget_s=2e-3) or until() or not worker.arm():
-            continue
-        poller.poll(100)
-        if time.monotonic() > deadline_s:
-            raise TransportError(f"the minimal loop of UCX did not end within {_HANG_TIMEOUT_S} s")
+        end.close()
