@@ -193,6 +193,25 @@ class MicroBatchPlan:
         epoch, in_epoch = self._step_in_epoch(position)
         return self._count_before(epoch)[0] + in_epoch
 
+    def position_after(self, step: int) -> int:
+        """Where the step-th step ends: the position of the sample after it."""
+        if self._packed_tokens is None:
+            epoch = step // self._count_in_epoch(self.num_samples)[0]
+        else:
+            epoch = 0
+            while self._count_before(epoch + 1)[0] <= step:
+                epoch += 1
+        in_epoch = step - self._count_before(epoch)[0]
+        if not in_epoch:
+            return epoch * self.num_samples
+        starts_Q = self._layout(epoch).starts
+        return epoch * self.num_samples + int(starts_Q[min(in_epoch * self.sequences_per_step, len(starts_Q) - 1)])
+
+    @property
+    def end_position(self) -> int:
+        """Where the run ends: so many samples it trains on, each pass counted."""
+        return self.position_after(self.num_steps)
+
     def seq_at(self, position: int) -> int:
         """The seq of this rank's first microbatch at or after the position.
 

@@ -18,7 +18,8 @@ import torch
 import transformers
 
 from planner.token_map import num_tokens_of, token_map_hash
-from ring.core.errors import ConfigError, DisaggKDError
+from ring.core.errors import ConfigError, DisaggKDError, LocalProtocolError
+from ring.core.stats import DropCause, RetryCause
 from ring.determinism import fix_kernels
 from student.checkpoint import Checkpoint, TrainState, export_model, write_checkpoint
 from student.config import TrainConfig
@@ -53,6 +54,7 @@ def train(config: TrainConfig) -> None:
         ending = "failed"
         try:
             loop.run()
+            _check_complete(parts.plan, loop.progress)
             export_model(files.model, model=parts.student.model, tokenizer=parts.student.tokenizer)
             ending = "finished"
         except DisaggKDError as error:
@@ -60,7 +62,7 @@ def train(config: TrainConfig) -> None:
             raise
         finally:
             wall_s = time.monotonic() - started_s
-            summary = _summary(config, loop, parts.plan, parts.teachers, ending=ending, wall_s=wall_s)
+            summary = _summary(config, loop, parts, ending=ending, wall_s=wall_s)
             _leave(summary, files.summary, must=ending == "finished")
     print(f"trained {loop.progress.step} steps, {loop.progress.position} samples; model in {files.model}", flush=True)
 
@@ -302,16 +304,38 @@ def _pad_id(student: LoadedStudent) -> int:
     return int(pad_id) if pad_id is not None and pad_id < student.num_ids else 0
 
 
-def _summary(
-    config: TrainConfig, loop: Loop, plan: MicroBatchPlan, teachers: Teachers | None, *, ending: str, wall_s: float
-) -> dict[str, object]:
+def _check_complete(plan: MicroBatchPlan, progress: Progress) -> None:
+    """No run ends well that left something out. Raises LocalProtocolError."""
+    found, wanted = (progress.step, progress.position), (plan.num_steps, plan.end_position)
+    if found != wanted:
+        raise LocalProtocolError(
+            f"the run came to its end after step {found[0]} at sample {found[1]}; asked for were {wanted[0]} steps and "
+            f"{wanted[1]} samples"
+        )
+
+
+def _skipped(data: TokenDataset, plan: MicroBatchPlan) -> dict[str, int]:
+    """What the files hold and nobody trains on, in all passes that the run begins, by reason."""
+    num_passes = -(-plan.end_position // plan.num_samples)
+    reasons = {
+        "empty_document": data.report.num_empty_documents,
+        "no_target": data.report.num_samples_without_target,
+    }
+    return {reason: num_passes * count for reason, count in reasons.items() if count}
+
+
+def _summary(config: TrainConfig, loop: Loop, parts: _Parts, *, ending: str, wall_s: float) -> dict[str, object]:
+    data, plan, teachers = parts.data, parts.plan, parts.teachers
     snapshot = None if teachers is None else teachers.ring.stats()
     evaluations = loop.eval_losses
+    skipped = _skipped(data, plan)
     return {
         "ending": ending,
         "steps": loop.progress.step,
         "expected_steps": plan.num_steps,
+        "samples_expected": plan.end_position + sum(skipped.values()),
         "samples_trained": loop.progress.position,
+        "samples_skipped": skipped,
         "eval_loss_first": next(iter(evaluations.values()), None),
         "eval_loss_last": next(reversed(evaluations.values()), None),
         "wall_s": wall_s,
@@ -319,7 +343,9 @@ def _summary(
         "teacher_stall_s": 0.0 if snapshot is None else snapshot.machine.teacher_stall_s,
         "bytes_received": 0 if snapshot is None else snapshot.machine.bytes_received,
         "retries": 0 if snapshot is None else snapshot.machine.retries,
+        "retries_by_cause": {} if snapshot is None else _counts(snapshot.machine.retries_by_cause),
         "drops": 0 if snapshot is None else snapshot.machine.drops,
+        "drops_by_cause": {} if snapshot is None else _counts(snapshot.machine.drops_by_cause),
         "slots_bytes": 0 if snapshot is None else snapshot.slots_bytes,
         "transports": {} if snapshot is None else dict(snapshot.backends),
         "teacher_fingerprint": None if teachers is None else teachers.fingerprint,
@@ -331,3 +357,8 @@ def _summary(
         },
         "config": asdict(config),
     }
+
+
+def _counts(by_cause: Mapping[RetryCause, int] | Mapping[DropCause, int]) -> dict[str, int]:
+    """Without those that did not happen."""
+    return {cause.value: count for cause, count in by_cause.items() if count}

@@ -114,7 +114,9 @@ def test_a_resumed_plan_goes_on_exactly_where_it_stopped(name: str) -> None:
         # A fresh object: nothing but the position survives a crash.
         plan = make_plan(**PLANS[name])
         assert plan.step_at(position) == done
+        assert plan.position_after(done) == position
         assert [brief(step) for step in plan.steps(position)] == [brief(step) for step in whole[done:]]
+    assert make_plan(**PLANS[name]).end_position == whole[-1].next_position
 
 
 def test_what_was_only_prefetched_is_asked_for_again() -> None:

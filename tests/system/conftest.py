@@ -107,8 +107,8 @@ def start_teacher(inputs: Inputs, tmp_path: Path, processes: list[Command]) -> S
 def start_student(inputs: Inputs, tmp_path: Path, processes: list[Command]) -> Start:
     """Starts a trainer with `inputs.settings`; arguments come after them."""
 
-    def start(*arguments: object, out: str = "out") -> Student:
-        student = Student(*inputs.settings, *arguments, out=tmp_path / out, cwd=tmp_path)
+    def start(*arguments: object, out: str = "out", **options: Any) -> Student:
+        student = Student(*inputs.settings, *arguments, out=tmp_path / out, cwd=tmp_path, **options)
         processes.append(student)
         return student
 

@@ -199,12 +199,14 @@ class Teacher(Command):
         port: str = "*",
         wait: bool = True,
         threads: int = 1,
+        command: Sequence[str] = ("teacher.serve",),
         **where: Any,
     ) -> None:
+        """command: as of Student."""
         number = sum(path.name.startswith("ready-") for path in cwd.iterdir())
         self._ready_file = cwd / f"ready-{number}-{port.replace('*', 'any')}"
         super().__init__(
-            "teacher.serve",
+            *command,
             "--model",
             model,
             "--listen",
@@ -236,9 +238,12 @@ class Teacher(Command):
 class Student(Command):
     """`student.train` with --out."""
 
-    def __init__(self, *arguments: object, out: Path, cwd: Path, **where: Any) -> None:
+    def __init__(
+        self, *arguments: object, out: Path, cwd: Path, command: Sequence[str] = ("student.train",), **where: Any
+    ) -> None:
+        """command: a module that runs it with something done to it, and that module's own arguments."""
         self.out = out
-        super().__init__("student.train", "--out", out, *arguments, cwd=cwd, **where)
+        super().__init__(*command, "--out", out, *arguments, cwd=cwd, **where)
 
     @property
     def steps_taken(self) -> int:

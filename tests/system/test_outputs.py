@@ -15,7 +15,7 @@ import transformers
 
 from student.metrics import StepMetrics
 from tests.system.conftest import Inputs, Start
-from tests.system.processes import HANG_GUARD_S, REPOSITORY, Command, Student, environment
+from tests.system.processes import HANG_GUARD_S, REPOSITORY, Command, Student, check_refusal, environment
 from tests.tiny_models import tiny_tokenizer
 
 NUM_STEPS = 12
@@ -77,7 +77,8 @@ def test_the_summary_says_how_it_ended_and_what_it_took(inputs: Inputs, finished
     evaluations = records(finished.out / "eval.jsonl")
     assert summary["ending"] == "finished"
     assert summary["steps"] == summary["expected_steps"] == NUM_STEPS
-    assert summary["samples_trained"] == steps[-1]["position"]
+    assert summary["samples_trained"] == steps[-1]["position"] == summary["samples_expected"]
+    assert summary["samples_skipped"] == summary["retries_by_cause"] == summary["drops_by_cause"] == {}
     assert [line["step"] for line in evaluations] == [0, 5, 10, NUM_STEPS]
     assert (summary["eval_loss_first"], summary["eval_loss_last"]) == (
         evaluations[0]["eval_loss"],
@@ -125,6 +126,29 @@ def test_nothing_half_written_is_left(finished: Student) -> None:
     left = sorted(str(path.relative_to(finished.out)) for path in finished.out.iterdir())
     assert left == [".lock", "checkpoints", "eval.jsonl", "metrics.jsonl", "model", "run.json", "summary.json"]
     assert not [path for path in finished.out.rglob("*") if ".tmp" in path.name or path.name.startswith((".w", ".r"))]
+
+
+def test_what_is_never_trained_on_is_counted_with_its_reason(tmp_path: Path, start_student: Start) -> None:
+    """Two passes over five documents, of which one is empty and one too short to hold a target."""
+    data = tmp_path / "gaps.jsonl"
+    texts = [list(range(1, 9)), [], [7], list(range(9, 20)), list(range(30, 39))]
+    data.write_text("".join(json.dumps({"input_ids": ids}) + "\n" for ids in texts))
+    student = start_student(
+        *("--kd-weight", 0, "--ce-weight", 1, "--data", data, "--steps", 4),
+        *("--warmup-steps", 0, "--batch-size", 2, "--grad-accum", 1),
+    )
+    student.succeed()
+    summary = student.summary
+    assert summary["samples_skipped"] == {"empty_document": 2, "no_target": 2}
+    assert summary["samples_trained"] == 6
+    assert summary["samples_expected"] == 10
+
+
+def test_a_run_that_left_something_out_does_not_end_well(endpoint: str, start_student: Start) -> None:
+    student = start_student("--teacher", endpoint, "--steps", 6, command=("tests.system.dying_student", "short:4"))
+    check_refusal(student, 1, "the run came to its end after step 4", "asked for were 6 steps")
+    assert student.summary["ending"].startswith("LocalProtocolError: ")
+    assert not (student.out / "model").exists()
 
 
 def test_labels_alone_need_no_teacher(inputs: Inputs, start_student: Start) -> None:
