@@ -8,7 +8,7 @@ Legend: B sequences, S tokens of a sequence, N = B * S, R rows that count, Hs / 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -21,6 +21,7 @@ from student.data.microbatch import MicroBatch
 from student.load import LoadedStudent, init_student_from_config, load_student, states_of
 from student.loss import FullLogitsLoss, Head, KDLoss, KDOutput
 from student.loss.head import check_pair
+from student.parallel.vocabulary import VocabShard
 from student.probe import check_packing
 
 __all__ = [
@@ -47,7 +48,9 @@ class DistilledStudent(nn.Module):
     """A causal LM that returns its distillation loss instead of logits.
 
     `loss`: KDLoss, or FullLogitsLoss for the textbook baseline; with its kd_weight 0 there is no teacher, and
-    `teacher_head` stays None. `packed`: sequences hold several documents, kept apart by their position ids.
+    `teacher_head` stays None. `packed`: sequences hold several documents, kept apart by their position ids. `vocab`:
+    the model's head holds these columns of the vocabulary, and so does the teacher's; each forward is an exchange of
+    the group, whose ranks bring rows of their own.
 
     Raises ConfigError: the two vocabularies don't fit, a KD term without a teacher's head, weights of another dtype
     than `precision` trains, a model that can't keep packed documents apart or recompute its activations.
@@ -63,6 +66,7 @@ class DistilledStudent(nn.Module):
         precision: Precision = "bf16",
         packed: bool = False,
         gradient_checkpointing: bool = False,
+        vocab: VocabShard | None = None,
     ) -> None:
         super().__init__()
         self.teacher_weight: Tensor | None
@@ -72,6 +76,7 @@ class DistilledStudent(nn.Module):
         self.precision: Precision = precision
         self.packed = packed
         self.loss = loss
+        self._vocab = vocab
         self._label_loss = KDLoss(kd_weight=0.0, ce_weight=1.0)
         weight = model.get_output_embeddings().weight
         if weight.dtype != WEIGHT_DTYPES[precision]:
@@ -107,8 +112,14 @@ class DistilledStudent(nn.Module):
         their order; only read. `num_rows`: rows of the whole step, over microbatches and ranks; None = R.
         `labels_only`: the plain cross entropy, without a teacher, whatever the loss; for evaluation.
 
+        With a vocabulary group the loss is that of all its ranks' rows, and so are kd and ce.
+
         Lifetime: `teacher_hidden` may be overwritten once the backward pass of this call is done.
         """
+        group: dict[str, Any] = {}
+        if self._vocab is not None:
+            (counts,) = self._vocab.group.counts(row_index.numel())
+            group = {"vocab_group": self._vocab.group.group, "group_rows": counts}
         device_type = input_ids.device.type
         with torch.autocast(device_type, dtype=torch.bfloat16, enabled=self.precision == "bf16"):
             states_BSH = states_of(self.model, input_ids, position_ids if self.packed else None)
@@ -118,7 +129,7 @@ class DistilledStudent(nn.Module):
             states_NH = states_NH.to(torch.bfloat16)
         if labels_only:
             return self._label_loss(
-                states_NH, self._student_head(), None, None, labels, row_index=row_index, num_rows=num_rows
+                states_NH, self._student_head(), None, None, labels, row_index=row_index, num_rows=num_rows, **group
             )
         return self.loss(
             states_NH,
@@ -129,6 +140,7 @@ class DistilledStudent(nn.Module):
             row_index=row_index,
             teacher_row_scale=teacher_row_scale,
             num_rows=num_rows,
+            **group,
         )
 
     def _student_head(self) -> Head:
@@ -140,13 +152,14 @@ class DistilledStudent(nn.Module):
             logit_softcap=spec.logit_softcap,
             logit_scale=spec.logit_scale,
             real_vocab=spec.real_vocab,
+            vocab_start=0 if self._vocab is None else self._vocab.start,
         )
 
     def _keep_teacher_head(self, head: Head | None) -> Head:
         if head is None:
             raise ConfigError("a KD term needs the teacher's head; without a teacher use --kd-weight 0")
         try:
-            check_pair(self._student_head(), head, sharded=False)
+            check_pair(self._student_head(), head, sharded=self._vocab is not None)
         except ValueError as error:
             raise ConfigError(f"teacher and student don't fit: {error}") from error
         # Buffers move with the module; not persistent: no checkpoint holds the teacher.
@@ -175,10 +188,17 @@ class Evaluation:
     num_rows: int
 
 
-def evaluate(student: nn.Module, microbatches: Iterable[MicroBatch], *, device: str | torch.device) -> Evaluation:
+def evaluate(
+    student: nn.Module,
+    microbatches: Iterable[MicroBatch],
+    *,
+    device: str | torch.device,
+    sum_over_ranks: Callable[[float, int], tuple[float, int]] | None = None,
+) -> Evaluation:
     """Held-out cross entropy: no teacher, no gradient, no full logits; the module's mode is restored.
 
-    `student`: a DistilledStudent, wrapped or not.
+    `student`: a DistilledStudent, wrapped or not. `sum_over_ranks`: nats and rows of this rank's microbatches in, those
+    of all ranks out; every rank must bring as many microbatches.
     """
     was_training = student.training
     student.eval()
@@ -192,4 +212,7 @@ def evaluate(student: nn.Module, microbatches: Iterable[MicroBatch], *, device: 
                 num_rows += batch.num_rows
     finally:
         student.train(was_training)
-    return Evaluation(float(total_nats) / num_rows if num_rows else float("nan"), num_rows)
+    nats = float(total_nats)
+    if sum_over_ranks is not None:
+        nats, num_rows = sum_over_ranks(nats, num_rows)
+    return Evaluation(nats / num_rows if num_rows else float("nan"), num_rows)

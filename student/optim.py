@@ -82,12 +82,14 @@ class AdamWSettings:
 class StudentOptimizer:
     """AdamW over a module's trainable parameters; vectors (norms, biases) are not decayed.
 
-    Parameters are known by their names in `module`, which a checkpoint's tensors carry: keep them over a resume.
+    Parameters are known by their names in `module`, which a checkpoint's tensors carry: keep them over a resume. Where
+    they are spread over ranks, `module` is instead a map of this rank's parts, by the same names.
     """
 
-    def __init__(self, module: nn.Module, settings: AdamWSettings | None = None) -> None:
+    def __init__(self, module: nn.Module | Mapping[str, nn.Parameter], settings: AdamWSettings | None = None) -> None:
         settings = settings or AdamWSettings()
-        self._parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        named = module.named_parameters() if isinstance(module, nn.Module) else module.items()
+        self._parameters = {name: p for name, p in named if p.requires_grad}
         decayed = [p for p in self._parameters.values() if p.ndim >= 2]
         kept = [p for p in self._parameters.values() if p.ndim < 2]
         groups = [

@@ -1,0 +1,49 @@
+"""Before each microbatch the ranks agree: ready, lost or stop. So none ever waits in a collective for one that left.
+
+A rank that still waits for its teacher says so, several times a second: the others then wait with it, instead of in a
+collective whose time-out would have to be as long as a teacher may take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+from student.parallel.ranks import Ranks
+
+
+class Standing(IntEnum):
+    """How a rank stands before a microbatch; of several ranks the highest decides."""
+
+    READY = 0
+    WAITING = 1
+    STOPPING = 2
+    LOST = 3
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the ranks agreed on. `signal`: the number that asked for the end, where one did. `lost`: ranks without a
+    teacher."""
+
+    standing: Standing
+    signal: int
+    lost: tuple[int, ...]
+
+
+def agree(ranks: Ranks, standing: Standing, *, signal: int = 0) -> Verdict:
+    """One round of words among all ranks. Raises RankLost.
+
+    STOPPING counts only while some rank waits: when all are ready, the step is finished first."""
+    rows = ranks.gather([int(standing), signal])
+    standings = [Standing(row[0]) for row in rows]
+    signals = [row[1] for row in rows if row[1]]
+    highest = max(standings)
+    if highest == Standing.WAITING and signals:
+        highest = Standing.STOPPING
+    return Verdict(highest, signals[0] if signals else 0, _where(standings, Standing.LOST))
+
+
+def _where(standings: Sequence[Standing], wanted: Standing) -> tuple[int, ...]:
+    return tuple(rank for rank, standing in enumerate(standings) if standing == wanted)

@@ -1,0 +1,241 @@
+"""The ranks of a run: who they are, how they are grouped, and the few words that they exchange.
+
+torchrun starts the processes and says in the environment who is who. Two kinds of exchange exist. Tensors go through
+torch's collectives, on the device's own backend. Words (is everybody ready, is everybody's data the same) go over the
+CPU, through a group of their own whose time-out says how long a silent rank is waited for.
+
+Words are JSON in byte tensors, not torch's object collectives: those unpickle what they receive.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from ring.core.errors import ConfigError, DisaggKDError
+from student.loss.collectives import all_gather
+
+T = TypeVar("T")
+
+#: While one rank loads and tokenizes the others wait; one that ends is noticed at once all the same.
+START_TIMEOUT_S = 4 * 3600.0
+#: Connection attempts of a starting world.
+RENDEZVOUS_TIMEOUT_S = 300.0
+
+
+class RankFailed(DisaggKDError):
+    """Another rank of the run failed; it says itself why, with the same exit code."""
+
+    def __init__(self, message: str, *, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+class RankLost(DisaggKDError):
+    """Another rank ended, or did not answer in time: nothing can be agreed on any more, not even a checkpoint."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """What torchrun says to a process it starts. `restarts`: how often it has started this world anew."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    restarts: int
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str]) -> Launch | None:
+        """None: not started by torchrun. Raises ConfigError: only in part, or with something that is no number."""
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+        missing = [name for name in names if name not in environment]
+        if "RANK" not in environment:
+            return None
+        if missing:
+            raise ConfigError(
+                f"environment: RANK without {', '.join(missing)}; allowed: all that torchrun sets, or none"
+            )
+        try:
+            launch = cls(
+                rank=int(environment["RANK"]),
+                world_size=int(environment["WORLD_SIZE"]),
+                local_rank=int(environment["LOCAL_RANK"]),
+                restarts=int(environment.get("TORCHELASTIC_RESTART_COUNT", "0")),
+            )
+        except ValueError as error:
+            raise ConfigError(f"environment: RANK, WORLD_SIZE and LOCAL_RANK must be numbers: {error}") from error
+        if not 0 <= launch.rank < launch.world_size:
+            raise ConfigError(f"environment: RANK {launch.rank} of WORLD_SIZE {launch.world_size}; allowed: below it")
+        return launch
+
+
+class Ranks:
+    """All ranks of the run, seen from one of them. `alone()` is a world of one that exchanges nothing."""
+
+    def __init__(
+        self,
+        launch: Launch,
+        *,
+        device: torch.device,
+        timeout_s: float,
+        vocab_parallel: int = 1,
+        wants_groups: bool = False,
+    ) -> None:
+        """Meets the other ranks. timeout_s: how long a silent rank is waited for once the run is under way.
+
+        Raises ConfigError: the world can't be cut into vocabulary groups of that size. Raises RankLost: one does not
+        come."""
+        if launch.world_size % vocab_parallel:
+            raise ConfigError(
+                f"--vocab-parallel {vocab_parallel}: the world has {launch.world_size} ranks; allowed: a divisor of it"
+            )
+        self.rank, self.world_size, self.local_rank = launch.rank, launch.world_size, launch.local_rank
+        self.device, self.timeout_s, self.restarts = device, timeout_s, launch.restarts
+        self.mesh: DeviceMesh | None = None
+        self._words: dist.ProcessGroup | None = None
+        self._patient: dist.ProcessGroup | None = None
+        self._vocab_mesh: DeviceMesh | None = None
+        if launch.world_size == 1 and not wants_groups:
+            return
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        with self._lost_ranks():
+            # Whoever embeds a trainer may have met the others already.
+            if not dist.is_initialized():
+                dist.init_process_group(
+                    backend, rank=self.rank, world_size=self.world_size, timeout=timedelta(seconds=timeout_s)
+                )
+            self._words = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+            self._patient = dist.new_group(backend="gloo", timeout=timedelta(seconds=START_TIMEOUT_S))
+            self.mesh = init_device_mesh(device.type, (self.world_size,), mesh_dim_names=("world",))
+            if vocab_parallel > 1:
+                self._vocab_mesh = init_device_mesh(
+                    device.type,
+                    (self.world_size // vocab_parallel, vocab_parallel),
+                    mesh_dim_names=("data", "vocab"),
+                )
+
+    @classmethod
+    def alone(cls, device: torch.device) -> Ranks:
+        launch = Launch(rank=0, world_size=1, local_rank=0, restarts=0)
+        return cls(launch, device=device, timeout_s=START_TIMEOUT_S)
+
+    @property
+    def is_first(self) -> bool:
+        """The rank that writes files and speaks to the user."""
+        return self.rank == 0
+
+    @property
+    def are_many(self) -> bool:
+        return self.world_size > 1
+
+    @property
+    def vocab_mesh(self) -> DeviceMesh | None:
+        """Dimensions `data` and `vocab`; None where every rank has whole heads."""
+        return self._vocab_mesh
+
+    # ---- words -----------------------------------------------------------------------------------------------------
+
+    def gather(self, values: Sequence[int]) -> list[list[int]]:
+        """Numbers of every rank, as many of each, in the order of the ranks. Raises RankLost."""
+        if self._words is None:
+            return [list(values)]
+        return self._gather(torch.tensor(list(values), dtype=torch.int64), self._words).tolist()
+
+    def gather_floats(self, values: Sequence[float]) -> list[list[float]]:
+        """As `gather`."""
+        if self._words is None:
+            return [list(values)]
+        return self._gather(torch.tensor(list(values), dtype=torch.float64), self._words).tolist()
+
+    def gather_words(self, words: object, *, patient: bool = False) -> list[Any]:
+        """Anything that JSON can hold, of every rank. patient: some rank may take long. Raises RankLost."""
+        group = self._patient if patient else self._words
+        if group is None:
+            return [json.loads(json.dumps(words))]
+        own = json.dumps(words).encode()
+        sizes = self._gather(torch.tensor([len(own)]), group).flatten().tolist()
+        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        padded[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+        rows = self._gather(padded, group)
+        return [json.loads(bytes(row[:size].numpy())) for row, size in zip(rows, sizes, strict=True)]
+
+    def from_first(self, words: object) -> Any:
+        """What rank 0 says, on every rank."""
+        return self.gather_words(words if self.is_first else None)[0]
+
+    def wait_for_all(self) -> None:
+        """Returns once every rank is here, however long that takes. Raises RankLost: one has ended."""
+        self.gather_words(None, patient=True)
+
+    def check_equal(self, what: str, value: object) -> None:
+        """Raises ConfigError, on every rank: they don't all have the same."""
+        values = self.gather_words(value)
+        for rank, other in enumerate(values):
+            if other != values[0]:
+                raise ConfigError(f"{what}: rank 0 has {values[0]}, rank {rank} has {other}; allowed: the same on all")
+
+    def together(self, action: Callable[[], T]) -> T:
+        """Do something that may fail on some ranks only, so that it then fails on all of them.
+
+        Raises what `action` raises, here or (as RankFailed) elsewhere."""
+        if self._patient is None:
+            return action()
+        error: Exception | None = None
+        try:
+            result = action()
+        except Exception as caught:  # noqa: BLE001 - raised below, once the others know
+            error = caught
+        failure = None if error is None else [str(error), getattr(error, "exit_code", 1)]
+        failures = self.gather_words(failure, patient=True)
+        if error is not None:
+            raise error
+        for rank, other in enumerate(failures):
+            if other is not None:
+                raise RankFailed(f"rank {rank} failed: {other[0]}", exit_code=int(other[1]))
+        return result
+
+    def one_after_the_first(self, action: Callable[[], T]) -> T:
+        """`action` on one rank of every machine, then on the others, which find in a cache what the first left."""
+        if not self.are_many:
+            return action()
+        if self.local_rank == 0:
+            done = self.together(action)
+            self.together(lambda: None)
+            return done
+        self.together(lambda: None)
+        return self.together(action)
+
+    def _gather(self, own: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        gathered = own.new_empty(self.world_size, *own.shape)
+        with self._lost_ranks():
+            all_gather(gathered.view(-1), own.view(-1), group)
+        return gathered
+
+    @contextmanager
+    def _lost_ranks(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise RankLost(
+                f"rank {self.rank}: another rank ended, or was silent for {self.timeout_s:g} s: "
+                f"{str(error).splitlines()[0]}"
+            ) from error
+
+    def part(self) -> None:
+        """The end of a run that all ranks agree on. After a failure there is nothing to wait for: the process ends."""
+        if self._words is not None:
+            dist.destroy_process_group()
+
+
+def launched() -> Launch | None:
+    """What torchrun says to this process, if it did start it."""
+    return Launch.from_environment(os.environ)

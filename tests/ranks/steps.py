@@ -1,0 +1,194 @@
+"""`python -m tests.ranks.steps FILE`: one rank of a world that takes a few training steps in every way that fits it.
+
+No ring and no files of data: a teacher's state is a row of a table, by token, so that it is the same however rows are
+cut into microbatches and ranks. Rank 0 writes what came of each way to FILE, as tensors by `<way>/<what>`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from student.data import MicroBatch, MicroBatchPlan, Sample, TokenDataset, build_microbatch
+from student.load import LoadedStudent, prepare_student
+from student.loss import Head, KDLoss
+from student.model import DistilledStudent, evaluate
+from student.optim import AdamWSettings, StudentOptimizer
+from student.parallel.layout import Layout
+from student.parallel.ranks import Ranks, launched
+from student.parallel.sharding import shard_fully
+from student.parallel.vocabulary import VocabGroup, VocabShard, shard_vocabulary
+from tests.tiny_models import TOKENIZER_VOCAB, tiny_model
+
+#: Sequences of a step, however they are cut: 20 samples make two whole steps of 8 and one of 4 an epoch.
+SEQUENCES_A_STEP, NUM_SAMPLES, NUM_STEPS = 8, 20, 4
+TEACHER_WIDTH = 24
+CLIP_NORM = 0.8
+FAMILIES = ("qwen3", "llama", "gemma3")
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """One way to train: how the world is used. `batch`: sequences of a microbatch."""
+
+    family: str
+    dtype: str
+    world: int
+    fsdp: bool = False
+    vocab: int = 1
+    batch: int = 8
+    checkpointing: bool = False
+
+    @property
+    def accum(self) -> int:
+        return SEQUENCES_A_STEP // (self.batch * self.world)
+
+    @property
+    def name(self) -> str:
+        marks = f"{'-fsdp' * self.fsdp}{f'-vocab{self.vocab}' * (self.vocab > 1)}{'-ckpt' * self.checkpointing}"
+        return f"{self.family}-{self.dtype}-world{self.world}-batch{self.batch}{marks}"
+
+
+def ways(world: int, *, thorough: bool) -> Iterator[Way]:
+    """thorough: families, dtypes, accumulation, FSDP and vocabulary groups, each with each."""
+    vocabs = [size for size in (1, 2, 3, 4) if world % size == 0]
+    batches = [batch for batch in (8, 4, 2, 1) if batch * world <= SEQUENCES_A_STEP]
+    every = itertools.product(FAMILIES, DTYPES, (False, True), vocabs, batches)
+    for family, dtype, fsdp, vocab, batch in every:
+        way = Way(family=family, dtype=dtype, world=world, fsdp=fsdp, vocab=vocab, batch=batch)
+        if thorough or (dtype == "fp64" and family == "qwen3" and batch in (batches[0], batches[-1])):
+            yield way
+    yield Way(family="llama", dtype="fp64", world=world, fsdp=True, batch=batches[0], checkpointing=True)
+
+
+class Samples(TokenDataset):
+    """Uneven samples of random tokens; of some only the last row counts."""
+
+    def __init__(self) -> None:
+        generator = np.random.default_rng(5)
+        self.lengths = generator.integers(3, 14, NUM_SAMPLES)
+        self._tokens = [generator.integers(1, TOKENIZER_VOCAB, length).astype(np.uint32) for length in self.lengths]
+        self.row_counts = np.where(np.arange(NUM_SAMPLES) % 3 == 0, 1, self.lengths - 1)
+
+    @property
+    def num_samples(self) -> int:
+        return NUM_SAMPLES
+
+    def sample(self, sample_id: int) -> Sample:
+        length = int(self.lengths[sample_id])
+        return Sample(self._tokens[sample_id], ((length - 1 - int(self.row_counts[sample_id]), length - 1),))
+
+
+def normal(seed: int, *shape: int, dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def teacher_states(batch: MicroBatch, dtype: torch.dtype) -> Tensor:
+    table = normal(1, TOKENIZER_VOCAB, TEACHER_WIDTH, dtype=dtype)
+    ids = batch.input_ids.flatten()[batch.row_index]
+    return table[ids]
+
+
+def distilled(way: Way, ranks: Ranks) -> tuple[DistilledStudent, LoadedStudent, VocabShard | None]:
+    model = tiny_model(way.family, seed=3, dtype=DTYPES[way.dtype])
+    student = prepare_student(model, None, source=way.family)
+    shard, first, last = None, 0, TOKENIZER_VOCAB
+    if way.vocab > 1:
+        assert ranks.vocab_mesh is not None
+        shard = shard_vocabulary(student, VocabGroup.of(ranks.vocab_mesh))
+        first, last = shard.start, shard.stop
+    weight = normal(2, TOKENIZER_VOCAB, TEACHER_WIDTH, dtype=DTYPES[way.dtype]) / 5
+    module = DistilledStudent(
+        model,
+        student.head_spec,
+        loss=KDLoss("jsd", temperature=2.0, kd_weight=0.7, ce_weight=0.3, workspace_bytes=1 << 22),
+        teacher_head=Head(weight=weight[first:last], vocab_start=first),
+        precision="fp64" if way.dtype == "fp64" else "fp32",
+        gradient_checkpointing=way.checkpointing,
+        vocab=shard,
+    )
+    if way.fsdp:
+        kept = () if shard is None else shard.parameters
+        shard_fully(module, model, ranks, mixed_precision=False, reshard_after_forward=True, kept=kept)
+    return module, student, shard
+
+
+def take_steps(way: Way, ranks: Ranks) -> dict[str, Tensor]:
+    """Losses, norms, held-out loss and weights after NUM_STEPS steps, whole on every rank."""
+    dataset = Samples()
+    module, student, shard = distilled(way, ranks)
+    vocab = {} if shard is None else dict.fromkeys(shard.parameters, shard.num_columns)
+    layout = Layout(module, ranks, vocab=vocab)
+    optimizer = StudentOptimizer(layout.locals(), AdamWSettings(weight_decay=0.01))
+    plan = MicroBatchPlan(
+        row_counts=dataset.row_counts,
+        lengths=dataset.lengths,
+        batch_size=way.batch,
+        grad_accum=way.accum,
+        max_steps=NUM_STEPS,
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+    )
+    losses, norms = [], []
+    for step in plan.steps():
+        layout.zero_grad()
+        loss = 0.0
+        for planned in step.microbatches:
+            batch = build_microbatch(dataset, planned)
+            out = module(
+                **batch.inputs("cpu"), teacher_hidden=teacher_states(batch, DTYPES[way.dtype]), num_rows=step.num_rows
+            )
+            out.loss.backward()
+            loss += float(out.loss.detach()) / way.vocab
+        layout.collect_gradients()
+        norms.append(layout.clip(max_norm=CLIP_NORM))
+        losses.append(sum(row[0] for row in ranks.gather_floats([loss])))
+        optimizer.step(lr=1e-2)
+    found = {"loss": torch.tensor(losses, dtype=torch.float64), "norm": torch.tensor(norms, dtype=torch.float64)}
+    mine = [build_microbatch(dataset, replace(p, seq=None)) for p in next(iter(plan.steps())).microbatches]
+    found["held_out"] = torch.tensor([held_out(module, mine, ranks, way)], dtype=torch.float64)
+    for name, part in layout.parts.items():
+        whole = part.as_whole(part.local.detach())
+        found[f"weights/{name}"] = whole.full_tensor() if hasattr(whole, "full_tensor") else whole
+    assert student.model.training
+    return found
+
+
+def held_out(module: DistilledStudent, batches: list[MicroBatch], ranks: Ranks, way: Way) -> float:
+    def sum_over_ranks(nats: float, num_rows: int) -> tuple[float, int]:
+        rows = ranks.gather_floats([nats / way.vocab, num_rows])
+        return sum(row[0] for row in rows), int(sum(row[1] for row in rows))
+
+    return evaluate(module, batches, device="cpu", sum_over_ranks=sum_over_ranks).nats_per_row
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    launch = launched()
+    assert launch is not None
+    thorough, out = sys.argv[1] == "thorough", sys.argv[2]
+    found: dict[str, Tensor] = {}
+    worlds: dict[int, Ranks] = {}
+    for way in ways(launch.world_size, thorough=thorough):
+        if way.vocab not in worlds:
+            worlds[way.vocab] = Ranks(
+                launch, device=torch.device("cpu"), timeout_s=120, vocab_parallel=way.vocab, wants_groups=True
+            )
+        results = take_steps(way, worlds[way.vocab])
+        found |= {f"{way.name}/{what}": value.clone() for what, value in results.items()}
+    if launch.rank == 0:
+        save_file(found, out)
+    next(iter(worlds.values())).part()
+
+
+if __name__ == "__main__":
+    main()
