@@ -16,5 +16,6 @@ def fix_kernels(*, num_threads: int) -> None:
     # cuBLAS reads this when its first handle is made; without it torch refuses matrix products in this mode.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.set_num_threads(num_threads)
-    torch.use_deterministic_algorithms(True)
+    # The same switch as use_deterministic_algorithms(True), which also loads torch's compiler, for two seconds.
+    torch.set_deterministic_debug_mode("error")
     torch.backends.cudnn.benchmark = False

@@ -156,12 +156,13 @@ def states_of(model: Any, ids_BS: torch.Tensor, positions_BS: torch.Tensor | Non
 def _load_weights(source: str, config: Any, dtype: torch.dtype, options: dict[str, Any]) -> Any:
     auto_model: Any = transformers.AutoModelForCausalLM
     with _refusal(source, "weights", "a whole checkpoint of a causal LM"):
+        # Tensors of other shapes are refused below, by name; left to itself transformers only says that there are some.
         model, report = auto_model.from_pretrained(
-            source, config=config, dtype=dtype, output_loading_info=True, **options
+            source, config=config, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, **options
         )
     # Keys that the class does not know are fine (vision towers, next-token heads); those it lacks are not.
     for problem in ("missing_keys", "mismatched_keys", "error_msgs", "conversion_errors"):
-        entries = sorted(str(entry) for entry in report.get(problem, ()))
+        entries = sorted(_shown(entry) for entry in report.get(problem, ()))
         if entries:
             shown = ", ".join(entries[:3]) + (", ..." if len(entries) > 3 else "")
             raise ConfigError(
@@ -169,6 +170,14 @@ def _load_weights(source: str, config: Any, dtype: torch.dtype, options: dict[st
                 f"every tensor of {type(model).__name__}, in the shape that config.json says"
             )
     return model
+
+
+def _shown(entry: Any) -> str:
+    """A name, or what comes with one: name, shape in the checkpoint, shape in the model."""
+    if isinstance(entry, tuple) and len(entry) == 3:
+        name, found, expected = entry
+        return f"{name} is {list(found)}, config.json makes it {list(expected)}"
+    return str(entry)
 
 
 def _check_source(source: str, *, from_config: bool) -> None:

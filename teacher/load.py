@@ -61,8 +61,14 @@ def load_teacher(source: str, *, dtype: DtypeName = "auto", device: str | torch.
             token_ids = transformers.AutoTokenizer.from_pretrained(location, **common).get_vocab()
         _check_cached_tokenizer(location)
         with _refusal(source, "weights", "a whole checkpoint of a causal LM"):
+            # Tensors of other shapes are refused below, by name; transformers itself only says that there are some.
             model, report = auto_model.from_pretrained(
-                location, config=config, dtype=torch_dtype, output_loading_info=True, **common
+                location,
+                config=config,
+                dtype=torch_dtype,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+                **common,
             )
         _check_report(source, type(model).__name__, report)
         with _refusal(source, f"moving it to {torch_device}", "a device with room for it"):
@@ -156,13 +162,21 @@ def _check_cached_tokenizer(location: str) -> None:
 def _check_report(source: str, class_name: str, report: Mapping[str, Any]) -> None:
     """Keys that the class does not know are fine (vision towers, next-token heads); those it lacks are not."""
     for problem in ("missing_keys", "mismatched_keys", "error_msgs", "conversion_errors"):
-        entries = sorted(str(entry) for entry in report.get(problem, ()))
+        entries = sorted(_shown(entry) for entry in report.get(problem, ()))
         if entries:
             shown = ", ".join(entries[:3]) + (", ..." if len(entries) > 3 else "")
             raise ConfigError(
                 f"teacher {source}: {len(entries)} {problem.replace('_', ' ')} in its weights ({shown}); "
                 f"allowed: every tensor of {class_name}, in the shape that config.json says"
             )
+
+
+def _shown(entry: Any) -> str:
+    """A name, or what comes with one: name, shape in the checkpoint, shape in the model."""
+    if isinstance(entry, tuple) and len(entry) == 3:
+        name, found, expected = entry
+        return f"{name} is {list(found)}, config.json makes it {list(expected)}"
+    return str(entry)
 
 
 def _length_thresholds(config: Any) -> tuple[int, ...]:

@@ -96,7 +96,10 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "no causal LM": (_become_an_encoder, "allowed"),
     "no weights": (lambda path: (path / "model.safetensors").unlink(), "--from-config starts from random ones"),
     "missing tensor": (_drop_a_tensor, "missing keys in its weights (model.layers.1.mlp.up_proj.weight)"),
-    "wrong shape": (_reshape_a_tensor, "weights"),
+    "wrong shape": (
+        _reshape_a_tensor,
+        "1 mismatched keys in its weights (model.norm.weight is [7], config.json makes it [32])",
+    ),
     "cut weights": (_cut_the_weights, "weights"),
     "broken tokenizer": (lambda path: (path / "tokenizer.json").write_text("{}"), "tokenizer"),
 }

@@ -59,7 +59,7 @@ def broken(tmp_path: Path, inputs: Inputs) -> Callable[[str], Path]:
         ("truncated weights", "weights: "),
         ("config of nothing", "config.json: "),
         ("config cut off", "config.json: "),
-        ("other sizes", "weights: "),
+        ("other sizes", "6 mismatched keys in its weights (model.layers.0.mlp.down_proj.weight is [32, 64], "),
         ("empty", "an empty directory"),
     ],
 )

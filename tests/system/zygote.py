@@ -24,7 +24,6 @@ from typing import Any
 def preload() -> None:
     """Everything heavy, and not the modules that are run: those must be fresh in the child."""
     import datasets  # noqa: F401 - importing it is the purpose
-    import torch._inductor  # noqa: F401 - two seconds, once deterministic algorithms are asked for
     import transformers
 
     import student.train.run  # noqa: F401

@@ -104,7 +104,11 @@ def write(name: str, text: str) -> Callable[[Path], None]:
         (remove("tokenizer.json"), "no tokenizer; found"),
         (truncate_weights, "weights: SafetensorError"),
         (drop_a_tensor, "1 missing keys in its weights (model.layers.1.mlp.up_proj.weight)"),
-        (widen_the_config, "weights: "),
+        (
+            widen_the_config,
+            "6 mismatched keys in its weights (model.layers.0.mlp.down_proj.weight is [32, 64], config.json makes it "
+            "[32, 72], model.layers.0.mlp.gate_proj.weight is [64, 32], config.json makes it [72, 32], ",
+        ),
         (write("config.json", "{not json"), "config.json: "),
         (write("tokenizer.json", "{}"), "tokenizer: "),
         (set_config(model_type="not_a_model"), "config.json: ValueError"),
