@@ -13,8 +13,8 @@ import pytest
 from tests.system.processes import Command, Student, Teacher, curve
 from tests.tiny_models import build_tiny_checkpoint
 
-#: 50 samples, 8 to a step: 7 steps an epoch, of which the last has 2 samples; the run ends within its seventh epoch.
-NUM_SAMPLES, NUM_STEPS, STEPS_AN_EPOCH = 50, 45, 7
+#: 50 samples, 8 to a step: 7 steps an epoch, of which the last has 2 samples; the run ends as its eighth begins.
+NUM_SAMPLES, NUM_STEPS, STEPS_AN_EPOCH = 50, 50, 7
 
 
 @dataclass(frozen=True)

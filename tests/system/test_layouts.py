@@ -15,10 +15,13 @@ from tests.system.conftest import NUM_STEPS, Inputs, Start
 from tests.system.processes import curve
 from tests.tiny_models import build_tiny_checkpoint
 
+#: UCX's own ways within one host. A student that knows but one leaves the teacher no other.
+UCX_WAYS = {"ucx over tcp": {"UCX_TLS": "tcp"}, "ucx over shared memory": {"UCX_TLS": "posix,sysv,cma"}}
+
 
 @pytest.mark.parametrize(
     "layout",
-    ["zmq", "colocated", pytest.param("colocated over zmq", marks=pytest.mark.slow)],
+    ["zmq", *UCX_WAYS, "colocated", pytest.param("colocated over zmq", marks=pytest.mark.slow)],
 )
 def test_the_curve_is_the_same_to_the_bit_whatever_carries_the_states(
     inputs: Inputs, endpoint: str, quiet_curve: list[dict[str, Any]], start_student: Start, layout: str
@@ -31,11 +34,13 @@ def test_the_curve_is_the_same_to_the_bit_whatever_carries_the_states(
             *("--peer-timeout", 0.001, "--request-timeout", 0.001),
         ),
         "colocated over zmq": ("--teacher", inputs.teacher, "--layout", "colocated", "--transport", "zmq"),
+        **dict.fromkeys(UCX_WAYS, ("--teacher", endpoint, "--transport", "ucx")),
     }
-    student = start_student(*where[layout])
+    student = start_student(*where[layout], env=UCX_WAYS.get(layout))
     student.succeed()
     assert curve(student.out) == quiet_curve
-    assert list(student.summary["transports"].values()) == ["local" if layout == "colocated" else "zmq"]
+    transport = {"colocated": "local", **dict.fromkeys(UCX_WAYS, "ucx")}.get(layout, "zmq")
+    assert list(student.summary["transports"].values()) == [transport]
 
 
 def test_students_of_one_teacher_do_not_disturb_each_other(
