@@ -58,7 +58,7 @@ class Attempts:
         self.fleet.ended(sender, fill)
         if isinstance(entry.payload, TokenRequest):
             self.fleet.sample(sender, service_s=service_s, tokens=entry.cost_tokens, now_s=now_s)
-        self.fleet.set_proven(sender, True)
+        self.fleet.proved(sender)
         sender.last_fill_s = now_s
         sender.crc_errors_in_a_row = 0
         sender.fills += 1
@@ -111,7 +111,7 @@ class Attempts:
         for entry in tuple(replica.in_flight.values()):
             late = now_s >= entry.sent_s + timeout_s
             self.give_up(entry, RetryCause.DEADLINE if late else RetryCause.STALLED, actions, cancel=True)
-        self.fleet.set_proven(replica, False)
+        self.fleet.failed(replica)
         self.fleet.move(replica, ReplicaEvent.STALL)
         self.stalls.start(replica.name, now_s)
 
@@ -159,7 +159,7 @@ class Attempts:
 
     def _ask(self, entry: Entry, now_s: float, actions: list[Action]) -> bool:
         """Start the next attempt of a request; a slot is free. False: no replica may be asked for it now."""
-        replica = self.fleet.choose(entry.cost_tokens, entry.refused_by, now_s)
+        replica = self.fleet.choose(entry.cost_tokens, entry.refused_by, now_s, surely=entry.attempt > 0)
         if replica is None:
             if entry.retry_at_s is None:
                 entry.back_off(now_s)

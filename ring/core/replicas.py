@@ -1,7 +1,8 @@
 """The replicas of a run: their states in one table, what each holds, and which gets the next request.
 
 The choice is the least expected completion time: (tokens it owes + tokens asked) x its seconds per token. It costs the
-number of busy replicas, which the ring's depth bounds, not the number of replicas: idle ones are kept sorted.
+number of busy replicas, which the ring's depth bounds, not the number of replicas: idle ones are kept sorted. A request
+that was given up once goes to replicas that have not failed lately, if there are any.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ DECAY_FRAC = 0.8
 #: tried as if it were no slower than the others. Otherwise a replica that was slow once would never be asked again,
 #: however fast it became; trying one that still is costs at most a twentieth of its time.
 TRUST_FACTOR = 20.0
+#: One that failed so often since its last accepted fill is not asked at once for what a better one refused.
+MANY_FAILURES = 3
 #: Floor of the estimate, so that what a replica owes counts even where fills take no time.
 MIN_S_PER_TOKEN = 1e-9
 
@@ -75,13 +78,13 @@ class Load:
 
 @dataclass(kw_only=True)
 class Replica:
-    """One replica over all its lives. `proven`: it is not known to have failed since its last accepted fill; one that
-    is not proven is asked, but does not count as a teacher that serves the run."""
+    """One replica over all its lives. `num_failures`: since its last accepted fill; one with any is still asked, but
+    does not count as a teacher that serves the run."""
 
     name: str
     state: ReplicaState = ReplicaState.DOWN
     epoch: str | None = None
-    proven: bool = True
+    num_failures: int = 0
     in_flight: dict[FillId, Entry] = field(default_factory=dict)
     owed_tokens: int = 0
     cancelled: dict[FillId, None] = field(default_factory=dict)  # in this session, not answered yet
@@ -101,6 +104,10 @@ class Replica:
     @property
     def connected(self) -> bool:
         return self.state is not ReplicaState.DOWN
+
+    @property
+    def proven(self) -> bool:
+        return self.num_failures == 0
 
     def describe(self) -> str:
         errors = [self.last_error or "no error"]
@@ -132,6 +139,7 @@ class Fleet:
         self._num_usable = 0
         self._num_serving = 0  # usable and proven
         self._stalled: dict[str, Replica] = {}
+        self._doubted: dict[str, Replica] = {}  # usable, not proven
         self._busy: dict[str, Replica] = {}
         self._idle_known: list[tuple[float, str]] = []  # (seconds per token, name), sorted
         self._idle_stale: list[tuple[float, str]] = []  # as idle_known
@@ -177,9 +185,16 @@ class Fleet:
             self.ever_joined = True
         self._list(replica)
 
-    def set_proven(self, replica: Replica, proven: bool) -> None:
+    def failed(self, replica: Replica) -> None:
+        """It missed a deadline, answered wrongly, or refused."""
         self._unlist(replica)
-        replica.proven = proven
+        replica.num_failures += 1
+        self._list(replica)
+
+    def proved(self, replica: Replica) -> None:
+        """A fill of it was accepted."""
+        self._unlist(replica)
+        replica.num_failures = 0
         self._list(replica)
 
     def dispatched(self, replica: Replica, fill: FillId, entry: Entry) -> None:
@@ -207,10 +222,36 @@ class Fleet:
         heapq.heappush(self._estimates, (replica.trusted_until_s, replica.name))
         self._list(replica)
 
-    def choose(self, cost_tokens: int, avoid: Collection[str], now_s: float) -> Replica | None:
-        """The usable replica outside `avoid` that would answer first; ties go to the first name."""
+    def choose(self, cost_tokens: int, avoid: Collection[str], now_s: float, *, surely: bool = False) -> Replica | None:
+        """The usable replica outside `avoid` that would answer first; ties go to the first name.
+
+        surely: for a request that was given up before: a proven one if there is any, else one that failed the fewest
+        times; none, if that failed often and one in `avoid` less so. Replicas that fail at once and come back at once
+        would keep the request from the others for ever otherwise."""
         self._find_stale(now_s)
         mean_s = max(self._rates_s / self._num_rates, MIN_S_PER_TOKEN) if self._num_rates else 1.0
+        if not surely or not self._doubted:
+            return self._first_to_answer(cost_tokens, avoid, mean_s)
+        proven = self._first_to_answer(cost_tokens, {*avoid, *self._doubted}, mean_s)
+        if proven is not None:
+            return proven
+        doubted = [
+            (r.num_failures, (r.owed_tokens + cost_tokens) * (r.load.seconds_per_token or mean_s), name)
+            for name, r in self._doubted.items()
+            if name not in avoid
+        ]
+        if not doubted:
+            return None
+        num_failures, _, name = min(doubted)
+        if num_failures >= MANY_FAILURES and any(self._is_better(other, num_failures) for other in avoid):
+            return None
+        return self._replicas[name]
+
+    def _is_better(self, name: str, num_failures: int) -> bool:
+        replica = self._replicas[name]
+        return replica.state is ReplicaState.UP and replica.num_failures < num_failures
+
+    def _first_to_answer(self, cost_tokens: int, avoid: Collection[str], mean_s: float) -> Replica | None:
         candidates = [
             ((r.owed_tokens + cost_tokens) * (r.load.seconds_per_token or mean_s), name)
             for name, r in self._busy.items()
@@ -242,6 +283,8 @@ class Fleet:
             return
         self._num_usable += 1
         self._num_serving += replica.proven
+        if not replica.proven:
+            self._doubted[replica.name] = replica
         rate_s = replica.load.seconds_per_token
         if rate_s is not None and not replica.stale:
             self._rates_s += rate_s
@@ -259,6 +302,7 @@ class Fleet:
             return
         self._num_usable -= 1
         self._num_serving -= replica.proven
+        self._doubted.pop(replica.name, None)
         rate_s = replica.load.seconds_per_token
         if rate_s is not None and not replica.stale:
             self._num_rates -= 1

@@ -151,6 +151,11 @@ class Requests:
         """Those to be asked again, in seq order; may be changed while iterating."""
         return (self._entries[seq] for seq in tuple(self._waiting))
 
+    def forget_refusals(self, replica: str) -> None:
+        """It may be asked for all of them again, those in flight elsewhere included, should they be given up."""
+        for entry in self._entries.values():
+            entry.refused_by.discard(replica)
+
     def submit(self, entry: Entry) -> None:
         self._entries[entry.seq] = entry
         self._undelivered.append(entry)

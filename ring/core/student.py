@@ -129,8 +129,7 @@ class StudentMachine:
         joined.epoch = epoch
         joined.crc_errors_in_a_row = 0
         self._fleet.move(joined, ReplicaEvent.JOIN)
-        for entry in self._requests.waiting():
-            entry.refused_by.discard(replica)
+        self._requests.forget_refusals(replica)
         self._attempts.pings.start(replica, now_s)
         self._attempts.silences.start(replica, now_s)
         return self._settle([])
@@ -203,7 +202,7 @@ class StudentMachine:
             self._ended = f"replica {replica} can't serve seq {fill.seq}: {message}"
             return [*self._settle(actions), Fatal(self._ended)]
         entry.refused_by.add(replica)
-        self._fleet.set_proven(sender, False)
+        self._fleet.failed(sender)
         if code is RefusalCode.DRAINING and sender.state is not ReplicaState.DRAINING:
             self._fleet.move(sender, ReplicaEvent.DRAIN)
         return self._settle(actions)
@@ -294,7 +293,7 @@ class StudentMachine:
         """A wrong answer (R3) costs the replica its connection; a corrupt one is only asked for again, twice."""
         self._count_drop(sender, cause, text, actions)
         sender.last_error = text
-        self._fleet.set_proven(sender, False)
+        self._fleet.failed(sender)
         if cause is DropCause.WRONG_CRC:
             self._attempts.give_up(entry, RetryCause.CORRUPT, actions)
             sender.crc_errors_in_a_row += 1

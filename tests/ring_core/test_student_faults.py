@@ -291,3 +291,68 @@ def test_work_in_flight_elsewhere_is_left_alone_when_a_replica_dies() -> None:
     assert ring.machine.stats(now_s=0.0).retries == 1
     ring.fill_all()
     assert ring.consume() == [0, 1]
+
+
+# ---- replicas that fail again and again --------------------------------------------------------------------------
+
+
+def asked_until(ring: Driver, honest: str, *, at_most: int) -> list[str]:
+    """Answer seq 0 wrongly until `honest` is asked for it; each liar connects again at once. Returns who was asked."""
+    asked = []
+    while len(asked) < at_most:
+        while not ring.asked:
+            ring.wait(0.5)
+        fill, (name, _) = next(iter(ring.asked.items()))
+        asked.append(name)
+        if name == honest:
+            break
+        ring.answer(fill, ring.header(fill, input_hash=b"x"))
+        ring.wait(0.3)
+        ring.up(name)
+    return asked
+
+
+def test_replicas_that_lie_for_ever_cannot_keep_a_request_from_an_honest_one() -> None:
+    """Found by the simulator: a and b lied in turn, each back before the other had answered; c was never asked, and
+    as c served, the run was not lost either."""
+    ring = Driver(depth=1, request_timeout_s=100.0, peer_timeout_s=1000.0)
+    for name in "abc":
+        ring.up(name)
+    ring.submit(0)
+    assert asked_until(ring, "c", at_most=9) == ["a", "b", "c"]
+
+
+def test_one_failure_does_not_put_an_honest_replica_behind_those_that_lie_for_ever() -> None:
+    ring = Driver(depth=1, request_timeout_s=100.0, peer_timeout_s=1000.0)
+    ring.up("c")
+    ring.submit(0)
+    ring.up("a")
+    ring.up("b")
+    ring.refuse(F0, RefusalCode.FAILED)
+    ring.down("c")
+    ring.up("c")
+    asked = asked_until(ring, "c", at_most=9)
+    assert asked[-1] == "c"
+    assert len(asked) <= 5
+
+
+def test_a_refusal_is_forgiven_where_all_others_lie_for_ever() -> None:
+    ring = Driver(depth=1, request_timeout_s=100.0, peer_timeout_s=1000.0)
+    ring.up("c")
+    ring.submit(0)
+    ring.up("a")
+    ring.up("b")
+    ring.refuse(F0, RefusalCode.FAILED)
+    asked = asked_until(ring, "c", at_most=12)
+    assert asked[-1] == "c"
+    assert len(asked) <= 7
+
+
+def test_a_replica_that_failed_is_tried_with_requests_that_nobody_failed_yet() -> None:
+    """Otherwise it would never be asked again, as long as another serves."""
+    ring = Driver(depth=2, request_timeout_s=100.0, peer_timeout_s=1000.0)
+    ring.up("a")
+    ring.submit(0)
+    ring.up("b")
+    assert ring.sends(ring.refuse(F0, RefusalCode.FAILED)) == [("b", FillId(0, 1, 1))]
+    assert ring.sends(ring.submit(1)) == [("a", FillId(1, 0, 0))]
