@@ -1,7 +1,7 @@
 """R4 with a real teacher: it is stopped in the middle of a fill, past its deadline, and wakes up to write on.
 
 The test reads the student's slots from outside, through their descriptors, to see a fill whose beginning is there and
-whose end is not. Fills are some 25 MiB, so that there is time to stop their writer.
+whose end is not. Fills are some 12 MiB, so that there is time to stop their writer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from transport.memory import POISON_BYTE
 
 pytestmark = pytest.mark.slow
 
-HIDDEN_SIZE, NUM_SAMPLES, SAMPLE_TOKENS, BATCH_SIZE = 4096, 64, 101, 16
+HIDDEN_SIZE, NUM_SAMPLES, SAMPLE_TOKENS, BATCH_SIZE = 4096, 64, 101, 8
 #: Of every microbatch: all tokens of a sample but its last have a target.
 FILL_BYTES = BATCH_SIZE * (SAMPLE_TOKENS - 1) * HIDDEN_SIZE * 4
 POISONED = bytes([POISON_BYTE]) * 64
@@ -123,7 +123,7 @@ def start_wide(wide: tuple[Path, tuple[object, ...]], start_teacher: Start, star
     def train(ports: list[str], *arguments: object, **options: Any) -> Student:
         endpoints = [f"tcp://127.0.0.1:{port}" for port in ports]
         student: Student = start_student(
-            *(*wide[1], "--teacher", *endpoints, "--ring-depth", 1, "--request-timeout", 2, "--peer-timeout", 60),
+            *(*wide[1], "--teacher", *endpoints, "--ring-depth", 1, "--request-timeout", 4, "--peer-timeout", 60),
             *arguments,
             **options,
         )
@@ -156,30 +156,30 @@ def test_a_teacher_that_is_stopped_in_the_middle_of_a_fill_and_wakes_up_spoils_n
     student.until_step(2)
     slots = window(student)
     assert len(slots) == 2
-    late = stop_in_the_middle_of_a_fill(sleeper, student, slots)
-    at_stop, content = student.steps_taken, slots.content(late)
-
-    # Nobody else is there yet, so it is missed; then the other one gets its request, in the spare.
-    other = teach(ports[1], env=env)
-    student.until(lambda: f"{sleeper.endpoint} stalled: " in student.errors, "it is past its deadline")
-    student.until_step(at_stop + 3)
-    if way == "shm":
-        assert slots.content(late) == content, "the slot that it may still write is in quarantine"
-    if asleep != "past its deadline":
-        student.until(lambda: f"replica lost: {sleeper.endpoint}" in student.errors, "it is given up on")
-    sleeper.send(signal.SIGCONT)
-    if way == "shm":
-        student.until(lambda: slots.end(late) != POISONED, "the late write has landed, in nobody's slot")
-
-    # Its memory comes back, and so does it.
-    student.until(lambda: slots.beginning(late) == POISONED, "the slot was read and released once more")
-    other.send(signal.SIGKILL)
-    other.wait()
-    student.until_step(student.steps_taken + 4)
+    # Twice: with one spare, the second time there is a slot only if the memory of the first came back.
+    for _ in range(2):
+        late = stop_in_the_middle_of_a_fill(sleeper, student, slots)
+        at_stop, content, stalls = student.steps_taken, slots.content(late), student.errors.count(" stalled: ")
+        losses = student.errors.count(f"replica lost: {sleeper.endpoint}")
+        # Nobody else is there yet, so it is missed; then the other one gets its request, in another slot.
+        other = teach(ports[1], env=env)
+        student.until(lambda: student.errors.count(" stalled: ") > stalls, "it is past its deadline")  # noqa: B023
+        student.until_step(at_stop + 3)
+        if way == "shm":
+            assert slots.content(late) == content, "the slot that it may still write is in quarantine"
+        if asleep != "past its deadline":
+            lost = f"replica lost: {sleeper.endpoint}"
+            student.until(lambda: student.errors.count(lost) > losses, "it is given up on")  # noqa: B023
+        sleeper.send(signal.SIGCONT)
+        if way == "shm":
+            student.until(lambda: slots.end(late) != POISONED, "the late write landed, in no live slot")  # noqa: B023
+        other.send(signal.SIGKILL)
+        other.wait()
+        student.until_step(student.steps_taken + 3)  # it serves again
     student.send(signal.SIGTERM)
     assert student.wait() == 128 + signal.SIGTERM, student.tail()
     assert curve(student.out) == quiet_curve(wide, start_student, student.steps_taken)
-    assert student.summary["retries"] >= 1
+    assert student.summary["retries"] >= 2
 
 
 @pytest.mark.parametrize("wakes", [True, False])
@@ -194,7 +194,7 @@ def test_without_a_spare_it_waits_for_the_fence_and_ends_with_exit_3_if_none_com
     teach, train = start_wide
     ports = [free_port(), free_port()]
     sleeper = teach(ports[0])
-    timeout = ("--teacher-timeout", 100 if wakes else 8)
+    timeout = ("--teacher-timeout", 100 if wakes else 12)
     student = train(ports, "--transport", "shm", "--ring-spares", 0, *timeout)
     student.until_step(2)
     slots = window(student)
