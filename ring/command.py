@@ -108,13 +108,16 @@ def set_up_logging(*, debug: bool) -> None:
     """Log lines go to stderr; stdout is for results. Libraries are heard from WARNING on, whatever `debug` says."""
     for name in ("ring", "transport", "teacher", "student"):
         logging.getLogger(name).setLevel(logging.DEBUG if debug else logging.INFO)
-    logging.basicConfig(
-        level=logging.WARNING,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        datefmt="%H:%M:%S",
-        stream=sys.stderr,
-        force=True,
-    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_OneLine("%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
+
+
+class _OneLine(logging.Formatter):
+    """Messages hold what peers say of themselves: none of it may begin a line of its own or steer the terminal."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the name is logging's
+        return escaped(super().formatMessage(record))
 
 
 def _shows_debug() -> bool:
@@ -124,4 +127,9 @@ def _shows_debug() -> bool:
 
 def one_line(text: str) -> str:
     """Any message on a single line."""
-    return " ".join(text.split())
+    return escaped(" ".join(text.split()))
+
+
+def escaped(text: str) -> str:
+    """The text with its control characters written out, as in \\x1b."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

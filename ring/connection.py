@@ -19,11 +19,12 @@ LinkOpener = Callable[[], ControlLink]
 @dataclass(frozen=True, kw_only=True)
 class ChannelOptions:
     """How data channels are opened. crc: None = where the backend advises it. bind_host: for listening backends;
-    None = the address from which this machine reaches the replica."""
+    None = the address from which this machine reaches the replica. encrypt: where the backend can."""
 
     transport: str = "auto"
     crc: bool | None = None
     bind_host: str | None = None
+    encrypt: bool = False
 
 
 @dataclass(kw_only=True)

@@ -1,4 +1,4 @@
-"""The control plane: ZeroMQ links that carry `ring.core.messages`, and the same links within a process.
+"""The control plane: links that carry `ring.core.messages`, over ZeroMQ. `ring.local_control` has them in a process.
 
 A `ControlLink` is the student's end to one replica, a `ControlPort` the teacher's end to all its students. A link lives
 for one connection: when it breaks it is closed, and the next one starts with a fresh identity and a new handshake, so
@@ -10,29 +10,46 @@ Threads: one thread owns a link or port; `close()` of a ZeroMQ socket belongs to
 from __future__ import annotations
 
 import contextlib
-import ipaddress
-import os
-import re
+import errno
+import logging
 import secrets
-import socket
-import threading
-from collections import deque
+from collections.abc import Iterator
 from typing import Protocol
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from ring.auth import PEERS_NAME, PUBLIC_NAME, Gatekeeper, Keyring
 from ring.core.codec import MAX_FRAME_BYTES, decode, encode
-from ring.core.errors import ConfigError, PeerLost, RemoteProtocolError, TransportClosed, TransportError
+from ring.core.errors import ConfigError, DisaggKDError, PeerLost, RemoteProtocolError, TransportClosed
 from ring.core.messages import Message
+from ring.endpoints import address_towards, mechanism_at, parse_endpoint
+
+logger = logging.getLogger(__name__)
 
 #: Control frames queued for one peer; more means that it does not read, and sending to it fails.
 MAX_QUEUED_FRAMES = 1024
-#: Frames of one peer that this process holds before it reads them: of the largest kind they take a gibibyte.
+#: Frames of one peer that this process holds before it reads them.
 MAX_UNREAD_FRAMES = 64
+#: Longest frame that a teacher sends: a welcome, or a reason.
+MAX_ANSWER_BYTES = 64 * 2**10
 #: How long a frame that is already queued may still leave after close(), so that a Goodbye is heard.
 LINGER_MS = 200
-_ENDPOINT = re.compile(r"tcp://(?P<host>\[[0-9a-fA-F:.]+\]|[^:/\s]+):(?P<port>\d{1,5}|\*)")
+#: What encryption adds to a frame: 33 bytes, and some for what may come.
+MAX_SEAL_BYTES = 64
+#: A peer that has not shown who it is by then is cut off.
+HANDSHAKE_LIMIT_MS = 10_000
+_HANDSHAKE_FAILURES = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+
+
+def longest_request_bytes(max_tokens: int) -> int:
+    """What a frame to a teacher may take that accepts so many tokens in a request.
+
+    A token takes 4 bytes itself, and where every one is a document and a range of rows of its own 12 more. An offer may
+    be longer than a small request."""
+    return min(MAX_FRAME_BYTES, 2**20 + 16 * max_tokens)
 
 
 class ControlLink(Protocol):
@@ -78,67 +95,39 @@ class ControlPort(Protocol):
         """Idempotent."""
 
 
-def parse_endpoint(endpoint: str, *, flag: str) -> tuple[str, str]:
-    """(host, port) of a tcp endpoint; the port may be `*`. Raises ConfigError naming `flag`."""
-    match = _ENDPOINT.fullmatch(endpoint)
-    if match is None or (match["port"] != "*" and not 0 < int(match["port"]) < 65536):
-        raise ConfigError(
-            f"{flag} {endpoint!r} is not an endpoint; allowed: tcp://HOST:PORT, e.g. tcp://127.0.0.1:5555"
-        )
-    return match["host"], match["port"]
-
-
-def is_loopback(host: str) -> bool:
-    """Whether nothing outside this machine can reach `host`. A name other than localhost counts as reachable."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
-
-
-def address_towards(endpoint: str) -> str:
-    """The local address from which this machine sends to the endpoint. Raises TransportError: there is no route."""
-    host, port = parse_endpoint(endpoint, flag="--teacher")
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
-        # Connecting a datagram socket sends nothing; it only asks the routing table.
-        with socket.socket(family, kind) as probe:
-            probe.connect(address)
-            local = str(probe.getsockname()[0])
-    except OSError as error:
-        raise TransportError(f"{endpoint}: no route to it: {error}") from error
-    return f"[{local}]" if ":" in local else local
-
-
-def check_exposure(endpoint: str, *, flag: str, insecure: bool) -> None:
-    """Refuse an address that others can reach unless the user accepts that nothing is authenticated or encrypted.
-
-    Raises ConfigError."""
-    host, _ = parse_endpoint(endpoint, flag=flag)
-    if not insecure and not is_loopback(host):
-        raise ConfigError(
-            f"{flag} {endpoint} leaves this machine, and the connection is neither authenticated nor encrypted; "
-            f"allowed: a loopback address, or --insecure inside a network that you trust"
-        )
-
-
 class ZmqLink:
     """A DEALER to one replica, with a fresh random identity. It connects whenever the replica appears; once the
     connection breaks the link is over."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        endpoint: str,
+        *,
+        keyring: Keyring | None = None,
+        teacher_key: bytes = b"",
+    ) -> None:
+        """With a keyring the link is encrypted, and only the owner of teacher_key can be at its other end.
+
+        Raises ConfigError: the endpoint is none."""
         self._name = endpoint
+        self._keyring = keyring
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.IDENTITY, b"s" + secrets.token_bytes(12))
-        _bound_socket(self._socket, endpoint)
+        _bound_socket(self._socket, endpoint, max_frame_bytes=MAX_ANSWER_BYTES)
+        if keyring is not None:
+            self._socket.setsockopt(zmq.CURVE_SERVERKEY, teacher_key)
+            self._socket.setsockopt(zmq.CURVE_PUBLICKEY, keyring.public)
+            self._socket.setsockopt(zmq.CURVE_SECRETKEY, keyring.secret)
         # A replica that is not there yet is tried about once a second, not ten times.
         self._socket.setsockopt(zmq.RECONNECT_IVL, 100)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        self._monitor = self._socket.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | _HANDSHAKE_FAILURES
+        )
         self._closed = False
-        self._lost = False
+        self._end: DisaggKDError | None = None
+        self._failure: tuple[int, int] | None = None  # of the handshake: event, its value
         try:
             self._socket.connect(endpoint)
         except zmq.ZMQError as error:
@@ -148,6 +137,11 @@ class ZmqLink:
     @property
     def name(self) -> str:
         return self._name
+
+    @property
+    def handshake_failed(self) -> bool:
+        """Whether it ended before the other side had shown that it is the right one."""
+        return self._failure is not None
 
     def local_host(self) -> str:
         return address_towards(self._name)
@@ -160,23 +154,46 @@ class ZmqLink:
             raise PeerLost(f"{self._name}: {MAX_QUEUED_FRAMES} messages wait for it; it does not read") from error
 
     def recv(self) -> Message | None:
+        """As ControlLink's. Raises ConfigError too: only one side has keys, or they don't know each other's."""
         self._check_open()
         try:
             return decode(self._socket.recv(zmq.NOBLOCK))
         except zmq.Again:
             # Only now: what arrived before the connection broke still counts.
-            if self._lost or self._disconnected():
-                self._lost = True
-                raise PeerLost(f"{self._name}: the connection was closed by the other side") from None
+            if self._end is None and self._disconnected():
+                self._end = self._why_ended()
+            if self._end is not None:
+                raise self._end from None
             return None
 
     def _disconnected(self) -> bool:
-        with contextlib.suppress(zmq.Again):
-            while True:
-                event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
-                if event["event"] == zmq.EVENT_DISCONNECTED:
-                    return True
+        for event, value in _events(self._monitor):
+            if event & _HANDSHAKE_FAILURES:
+                self._failure = event, value
+            if event == zmq.EVENT_DISCONNECTED:
+                return True
         return False
+
+    def _why_ended(self) -> DisaggKDError:
+        name, keyring = self._name, self._keyring
+        if self._failure is None:
+            return PeerLost(f"{name}: the connection was closed by the other side")
+        event, value = self._failure
+        if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH and keyring is not None:
+            return ConfigError(
+                f"{name} does not trust this trainer's key {keyring.public.decode()}; allowed: "
+                f"{keyring.directory / PUBLIC_NAME} copied into the {PEERS_NAME} of the teacher's --auth"
+            )
+        if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL and value not in (errno.EPIPE, errno.ECONNRESET):
+            return PeerLost(f"{name}: it is there and has not let this trainer in: it may still be loading its model")
+        # Whoever notices first that only one side has keys ends the connection, without a word to the other.
+        there, here = mechanism_at(name), "NULL" if keyring is None else "CURVE"
+        if there in ("NULL", "CURVE") and there != here:
+            other, own = ("without", "with") if here == "CURVE" else ("with", "without")
+            return ConfigError(f"{name} was started {other} --auth, this trainer {own} it; allowed: both, or neither")
+        if keyring is None or there != here:
+            return PeerLost(f"{name}: the connection was closed before a teacher answered: is it one?")
+        return PeerLost(f"{name}: it does not own a key in {keyring.directory / PEERS_NAME} that was tried")
 
     def wait_fds(self) -> tuple[int, ...]:
         if self._closed:
@@ -196,16 +213,62 @@ class ZmqLink:
             raise TransportClosed(f"{self._name}: the link is closed")
 
 
+class ZmqLinks:
+    """Opens links to one replica, each when the last is over. With keys, it tries those of the teachers that are
+    trusted one after the other, until the replica turns out to own one."""
+
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, *, keyring: Keyring | None = None
+    ) -> None:
+        self._context, self._endpoint, self._keyring = context, endpoint, keyring
+        self._last: ZmqLink | None = None
+        self._num_failed = 0
+
+    def __call__(self) -> ZmqLink:
+        """Raises ConfigError: no key is trusted, or the endpoint is none."""
+        if self._keyring is None:
+            return ZmqLink(self._context, self._endpoint)
+        teacher_keys = list(self._keyring.peers())
+        if self._last is not None and self._last.handshake_failed:
+            self._num_failed += 1
+            if self._num_failed == len(teacher_keys):
+                logger.warning(
+                    "%s: no key exchange succeeded, with any key in %s",
+                    self._endpoint,
+                    self._keyring.directory / PEERS_NAME,
+                )
+        teacher_key = teacher_keys[self._num_failed % len(teacher_keys)]
+        self._last = ZmqLink(self._context, self._endpoint, keyring=self._keyring, teacher_key=teacher_key)
+        return self._last
+
+
 class ZmqPort:
     """A ROUTER that students connect to. Students are named by the hex of their identity."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], listen: str, *, flag: str = "--listen") -> None:
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        listen: str,
+        *,
+        flag: str = "--listen",
+        keyring: Keyring | None = None,
+        max_frame_bytes: int = MAX_FRAME_BYTES,
+    ) -> None:
+        """With a keyring only the owners of the keys that it trusts get in; then the context must be the port's own.
+
+        Raises ConfigError: the address can't be listened on."""
         parse_endpoint(listen, flag=flag)
+        self._closed = False
+        self._said: set[str] = set()
         self._socket = context.socket(zmq.ROUTER)
-        _bound_socket(self._socket, listen)
+        _bound_socket(self._socket, listen, max_frame_bytes=max_frame_bytes)
+        self._socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_LIMIT_MS)
         # Without it a frame to a student that left vanishes without a word.
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._closed = False
+        self._monitor = self._socket.get_monitor_socket(_HANDSHAKE_FAILURES)
+        self._gatekeeper = None if keyring is None else Gatekeeper(context, keyring)
+        if self._gatekeeper is not None:
+            self._gatekeeper.guard(self._socket)
         try:
             self._socket.bind(listen)
         except zmq.ZMQError as error:
@@ -229,9 +292,12 @@ class ZmqPort:
         return True
 
     def recv(self) -> tuple[str, Message | RemoteProtocolError] | None:
+        if self._gatekeeper is not None:
+            self._gatekeeper.answer()
         try:
             frames = self._socket.recv_multipart(zmq.NOBLOCK)
         except zmq.Again:
+            self._tell_of_strangers()
             return None
         student = frames[0].hex()
         if len(frames) != 2:
@@ -241,22 +307,55 @@ class ZmqPort:
         except RemoteProtocolError as error:
             return student, error
 
+    def _tell_of_strangers(self) -> None:
+        """Say once of each kind that somebody did not get in. Of a key that is not trusted the gatekeeper speaks."""
+        for event, value in _events(self._monitor):
+            if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                continue
+            kind = _FAILURE_KINDS.get(value if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL else -1, "it broke off")
+            if kind not in self._said:
+                self._said.add(kind)
+                logger.warning("%s: somebody connected and did not get in: %s", self._endpoint, kind)
+
     def wait_fds(self) -> tuple[int, ...]:
-        return () if self._closed else (_fd(self._socket),)
+        if self._closed:
+            return ()
+        gate = () if self._gatekeeper is None else (_fd(self._gatekeeper.socket),)
+        return (_fd(self._socket), _fd(self._monitor), *gate)
 
     def close(self) -> None:
         if not self._closed:
             self._closed = True
+            self._tell_of_strangers()
+            self._socket.disable_monitor()
+            self._monitor.close(linger=0)
             self._socket.close(linger=LINGER_MS)
+            if self._gatekeeper is not None:
+                self._gatekeeper.close()
+
+
+_FAILURE_KINDS = {
+    int(zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH): "one side was started with --auth, the other without",
+    int(zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC): "it took another key for this teacher's",
+}
+
+
+def _events(monitor: zmq.Socket[bytes]) -> Iterator[tuple[int, int]]:
+    """What happened since the last call: (event, its value)."""
+    with contextlib.suppress(zmq.Again):
+        while True:
+            message = parse_monitor_message(monitor.recv_multipart(zmq.NOBLOCK))
+            yield int(message["event"]), int(message["value"])
 
 
 def _fd(socket: zmq.Socket[bytes]) -> int:
     return int(socket.getsockopt(zmq.FD))
 
 
-def _bound_socket(socket: zmq.Socket[bytes], endpoint: str) -> None:
+def _bound_socket(socket: zmq.Socket[bytes], endpoint: str, *, max_frame_bytes: int) -> None:
     """Bounds for what a peer can make this process hold. Heartbeats notice a cut link that TCP would not."""
-    socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+    # Encryption makes a frame a little longer.
+    socket.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes + MAX_SEAL_BYTES)
     socket.setsockopt(zmq.SNDHWM, MAX_QUEUED_FRAMES)
     socket.setsockopt(zmq.RCVHWM, MAX_UNREAD_FRAMES)
     socket.setsockopt(zmq.LINGER, LINGER_MS)
@@ -264,107 +363,3 @@ def _bound_socket(socket: zmq.Socket[bytes], endpoint: str) -> None:
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10000)
     # Only where it is asked for: an IPv4 endpoint would be shown as an IPv6 one.
     socket.setsockopt(zmq.IPV6, int("[" in endpoint))
-
-
-class Mailbox:
-    """A queue between two threads of one process with a descriptor to wait on. Frames are encoded as on the network,
-    so that the in-process path can't accept what the wire would refuse."""
-
-    def __init__(self) -> None:
-        self._frames: deque[bytes] = deque()
-        self._lock = threading.Lock()
-        self._closed = False
-        self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-
-    def push(self, message: Message) -> bool:
-        with self._lock:
-            if self._closed:
-                return False
-            self._frames.append(encode(message))
-            os.eventfd_write(self._event_fd, 1)
-        return True
-
-    def pop(self) -> Message | None:
-        """The next message or None. Raises PeerLost: closed, and everything was read."""
-        with self._lock:
-            if self._frames:
-                return decode(self._frames.popleft())
-            if self._closed:
-                raise PeerLost("the other side of this process's link closed it")
-            with contextlib.suppress(BlockingIOError):
-                os.eventfd_read(self._event_fd)
-            return None
-
-    def fd(self) -> tuple[int, ...]:
-        with self._lock:
-            return () if self._closed else (self._event_fd,)
-
-    def close(self) -> None:
-        with self._lock:
-            if not self._closed:
-                self._closed = True
-                os.close(self._event_fd)
-
-
-class LocalLink:
-    """The student's end of a link within the process (the colocated layout)."""
-
-    def __init__(self, inbox: Mailbox, outbox: Mailbox) -> None:
-        self._inbox, self._outbox = inbox, outbox
-
-    @property
-    def name(self) -> str:
-        return "local"
-
-    def local_host(self) -> str:
-        return "127.0.0.1"
-
-    def send(self, message: Message) -> None:
-        if not self._outbox.push(message):
-            raise PeerLost("local: the teacher of this process is closed")
-
-    def recv(self) -> Message | None:
-        return self._inbox.pop()
-
-    def wait_fds(self) -> tuple[int, ...]:
-        return self._inbox.fd()
-
-    def close(self) -> None:
-        self._inbox.close()
-        self._outbox.close()
-
-
-class LocalPort:
-    """The teacher's end of a link within the process; it has one student."""
-
-    STUDENT = "local"
-
-    def __init__(self, inbox: Mailbox, outbox: Mailbox) -> None:
-        self._inbox, self._outbox = inbox, outbox
-
-    @property
-    def endpoint(self) -> str:
-        return "local"
-
-    def send(self, student: str, message: Message) -> bool:
-        return self._outbox.push(message)
-
-    def recv(self) -> tuple[str, Message | RemoteProtocolError] | None:
-        try:
-            message = self._inbox.pop()
-        except PeerLost:
-            return None
-        return None if message is None else (self.STUDENT, message)
-
-    def wait_fds(self) -> tuple[int, ...]:
-        return self._inbox.fd()
-
-    def close(self) -> None:
-        self._inbox.close()
-        self._outbox.close()
-
-
-def local_pair() -> tuple[LocalLink, LocalPort]:
-    """Both ends of a control plane within this process."""
-    to_teacher, to_student = Mailbox(), Mailbox()
-    return LocalLink(to_student, to_teacher), LocalPort(to_teacher, to_student)

@@ -237,6 +237,7 @@ class Pump:
             wire_dtype=self._wire_dtype,
             crc=options.crc,
             bind_host=options.bind_host,
+            encrypt=options.encrypt,
         )
         logger.info("%s: transport %s (%s)", replica.name, session.backend, reason)
 

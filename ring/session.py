@@ -7,6 +7,8 @@ HELLO, WELCOME, OFFER, READY; anything out of order ends the session with a Remo
 from __future__ import annotations
 
 import enum
+import functools
+import logging
 
 from ring.control import ControlLink
 from ring.core.errors import ConfigError, RemoteProtocolError
@@ -26,9 +28,21 @@ from ring.core.messages import (
     Welcome,
     WireDtype,
 )
+from ring.endpoints import is_loopback
 from transport.contract import Arrival, Backend, Fence, Receiver
 from transport.memory import SlotArena
 from transport.registry import choose, load
+
+logger = logging.getLogger(__name__)
+
+
+@functools.cache  # once in a process is enough
+def _warn_of_exposure(backend: str) -> None:
+    logger.warning(
+        "transport %s encrypts nothing: --auth protects the control plane, but states and the teacher's head travel "
+        "in the clear; in a network that you don't trust use --transport zmq",
+        backend,
+    )
 
 
 class Phase(enum.Enum):
@@ -80,11 +94,19 @@ class Session:
         return message
 
     def offer(
-        self, arena: SlotArena, *, transport: str, wire_dtype: WireDtype, crc: bool | None, bind_host: str | None
+        self,
+        arena: SlotArena,
+        *,
+        transport: str,
+        wire_dtype: WireDtype,
+        crc: bool | None,
+        bind_host: str | None,
+        encrypt: bool = False,
     ) -> str:
         """Open the data channel and offer the slots; returns why this backend was chosen, and what it holds (R2).
 
-        crc: None = as the backend advises. bind_host: None = as this machine reaches the replica.
+        crc: None = as the backend advises. bind_host: None = as this machine reaches the replica. encrypt: states
+        leave this machine only in a form that nobody else can read or change, if the backend can do that.
         Raises ConfigError: no backend that both sides can do."""
         assert self.welcome is not None
         same_host = self._hello.host_id == self.welcome.host_id
@@ -97,7 +119,10 @@ class Session:
         backend: Backend = load(self.backend)
         capabilities = backend.capabilities()
         self.crc = capabilities.crc_by_default if crc is None else crc
-        self._receiver = backend.open_receiver(arena, bind_host=bind_host or self.link.local_host())
+        bind_host = bind_host or self.link.local_host()
+        if encrypt and not capabilities.encrypts and not capabilities.same_host_only and not is_loopback(bind_host):
+            _warn_of_exposure(self.backend)
+        self._receiver = backend.open_receiver(arena, bind_host=bind_host, encrypt=encrypt)
         self.link.send(
             Offer(
                 backend=self.backend,

@@ -39,6 +39,7 @@ class TrainConfig:
     bind_host: str | None = flag(
         None, "address at which replicas reach this trainer; default: the one it reaches them from"
     )
+    auth: str | None = flag(None, "keys of this trainer and of its teachers, made by `disaggkd keys`", metavar="DIR")
     insecure: bool = flag(False, "allow endpoints beyond this machine, though nothing is authenticated or encrypted")
     crc: Literal["auto", "on", "off"] = flag("auto", "check every fill with crc32c; auto is what the transport advises")
 
@@ -121,6 +122,8 @@ class TrainConfig:
             raise ConfigError(f"--run-name must have at most {MAX_NAME_BYTES} bytes, got {num_bytes}")
         if self.steps is not None and self.epochs is not None:
             raise ConfigError(f"--steps {self.steps} and --epochs {self.epochs}: give one of them")
+        if self.auth is not None and self.insecure:
+            raise ConfigError("--auth and --insecure: give one of them")
         if self.kd_weight == 0 and self.ce_weight == 0:
             raise ConfigError("--kd-weight and --ce-weight are both 0: nothing to learn from; raise one of them")
 

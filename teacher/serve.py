@@ -25,10 +25,12 @@ from typing import Literal
 import torch
 import zmq
 
+from ring.auth import load_keyring
 from ring.command import describe, flag, parse, run, set_up_logging
-from ring.control import ZmqPort, check_exposure
+from ring.control import ZmqPort, longest_request_bytes
 from ring.core.errors import ConfigError
 from ring.determinism import fix_kernels
+from ring.endpoints import check_exposure
 from teacher.load import load_teacher
 from teacher.service import ServiceConfig, TeacherService
 from transport import registry
@@ -59,6 +61,7 @@ class ServeConfig:
     student_timeout: float = flag(60.0, "seconds of silence after which a student is dropped", metavar="S")
     replica: str = flag("", "name shown to students; default: host and process id")
     ready_file: str | None = flag(None, "file that receives the endpoint once students may connect", metavar="FILE")
+    auth: str | None = flag(None, "keys of this teacher and of its students, made by `disaggkd keys`", metavar="DIR")
     insecure: bool = flag(False, "allow --listen beyond this machine, though nothing is authenticated or encrypted")
     threads: int = flag(0, "CPU threads of this process; 0 leaves the library's choice")
     deterministic: bool = flag(False, "one request a forward pass, fixed threads, deterministic kernels")
@@ -74,6 +77,8 @@ class ServeConfig:
             raise ConfigError(f"--threads must be 0 to {MAX_THREADS}, got {self.threads}")
         if not 0 < self.student_timeout < float("inf"):
             raise ConfigError(f"--student-timeout must be > 0, got {self.student_timeout}")
+        if self.auth is not None and self.insecure:
+            raise ConfigError("--auth and --insecure: give one of them")
 
 
 def with_demo_model(config: ServeConfig) -> ServeConfig:
@@ -88,7 +93,8 @@ def with_demo_model(config: ServeConfig) -> ServeConfig:
 def serve(config: ServeConfig) -> None:
     """Serve until SIGTERM or SIGINT. Raises ConfigError: the model, the port or the transport is not to be had."""
     assert config.model is not None
-    check_exposure(config.listen, flag="--listen", insecure=config.insecure)
+    check_exposure(config.listen, flag="--listen", auth=config.auth is not None, insecure=config.insecure)
+    keyring = None if config.auth is None else load_keyring(config.auth)
     backends = registry.offered(config.transport)
     if config.threads:
         torch.set_num_threads(config.threads)
@@ -97,7 +103,9 @@ def serve(config: ServeConfig) -> None:
     _forget_ready_file(config.ready_file)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     # Bound before the model is loaded: a port in use is said at once, and early students wait instead of failing.
-    port = ZmqPort(context, config.listen)
+    port = ZmqPort(
+        context, config.listen, keyring=keyring, max_frame_bytes=longest_request_bytes(config.max_batch_tokens)
+    )
     try:
         model = load_teacher(config.model, dtype=config.dtype, device=config.device)
         service = TeacherService(

@@ -42,6 +42,7 @@ class Capabilities:
     `notices_peer_death`: the data plane itself raises PeerLost when the peer's process dies.
     `bounce_bytes_per_peer`: most bytes it buffers for a peer besides the slots (R2).
     `crc_by_default`: whether the path can corrupt bytes so that the ring should check them.
+    `encrypts`: with `encrypt` nobody else can read or change what travels, or speak in the peer's place.
     `rdma`: it found an RDMA device here that it can use.
     """
 
@@ -51,6 +52,7 @@ class Capabilities:
     notices_peer_death: bool
     bounce_bytes_per_peer: int
     crc_by_default: bool
+    encrypts: bool = False
     rdma: bool = False
 
 
@@ -185,8 +187,9 @@ class Backend(Protocol):
     def unavailable(self) -> str | None:
         """None when the backend can run here, else what is missing and what to install."""
 
-    def open_receiver(self, arena: SlotArena, *, bind_host: str) -> Receiver:
-        """bind_host: the local address that the peer can reach, for backends that listen on the network.
+    def open_receiver(self, arena: SlotArena, *, bind_host: str, encrypt: bool = False) -> Receiver:
+        """bind_host: the local address that the peer can reach, for backends that listen on the network. encrypt: the
+        description holds keys, and what travels is encrypted with them, where `capabilities()` says that it can be.
 
         Raises ConfigError: the address can't be bound. Raises TransportError."""
 

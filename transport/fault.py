@@ -76,9 +76,9 @@ class FaultyBackend:
     def unavailable(self) -> str | None:
         return self._inner.unavailable()
 
-    def open_receiver(self, arena: SlotArena, *, bind_host: str) -> Receiver:
+    def open_receiver(self, arena: SlotArena, *, bind_host: str, encrypt: bool = False) -> Receiver:
         dice = self._dice("receiver", self._plan.arrival_faults())
-        return FaultyReceiver(self._inner.open_receiver(arena, bind_host=bind_host), dice)
+        return FaultyReceiver(self._inner.open_receiver(arena, bind_host=bind_host, encrypt=encrypt), dice)
 
     def open_sender(self, description: Description, *, num_slots: int, slot_bytes: int, timeout_s: float) -> Sender:
         dice = self._dice("sender", self._plan.put_faults())

@@ -37,7 +37,7 @@ def unavailable() -> str | None:
     return None
 
 
-def open_receiver(arena: SlotArena, *, bind_host: str) -> LocalReceiver:
+def open_receiver(arena: SlotArena, *, bind_host: str, encrypt: bool = False) -> LocalReceiver:
     return LocalReceiver(_Channel(arena))
 
 

@@ -50,7 +50,7 @@ def unavailable() -> str | None:
     return None
 
 
-def open_receiver(arena: SlotArena, *, bind_host: str) -> ShmReceiver:
+def open_receiver(arena: SlotArena, *, bind_host: str, encrypt: bool = False) -> ShmReceiver:
     return ShmReceiver(arena)
 
 

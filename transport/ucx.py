@@ -79,7 +79,7 @@ def unavailable() -> str | None:
     return ucx_library.missing()
 
 
-def open_receiver(arena: SlotArena, *, bind_host: str) -> UcxReceiver:
+def open_receiver(arena: SlotArena, *, bind_host: str, encrypt: bool = False) -> UcxReceiver:
     return UcxReceiver(arena, bind_host=bind_host)
 
 

@@ -19,6 +19,7 @@ import functools
 import hmac
 import ipaddress
 import math
+import secrets
 import select
 import socket as sockets
 import struct
@@ -27,10 +28,13 @@ import weakref
 from collections.abc import Iterator
 
 import zmq
+from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
 from ring.core.errors import ConfigError, DeadlineExceeded, RemoteProtocolError, TransportError
+from ring.core.messages import Description
 from transport.wakeup import Wakeup
+from transport.zap import Knock, ZapHandler
 
 MAGIC = b"dkd1"
 #: The messages. Both sides greet, with the same words.
@@ -48,7 +52,8 @@ RECEIVE_QUEUE_CHUNKS = 8
 MAX_META_BYTES = 2048
 
 _USER = b"disaggkd"
-_DOMAIN = b"disaggkd"
+#: A connection that has not shown its credentials by then is cut off.
+HANDSHAKE_LIMIT_MS = 10_000
 _LIFE_EVENTS = (
     zmq.EVENT_ACCEPTED
     | zmq.EVENT_HANDSHAKE_SUCCEEDED
@@ -152,24 +157,60 @@ def _events(socket: zmq.Socket[bytes]) -> int:
 
 
 class DoorKeeper:
-    """Lets exactly one connection that knows the token into a listening link; others never get as far as a message."""
+    """Lets exactly one connection with the credentials of `invitation` into a listening link; others never get as far
+    as a message."""
 
-    def __init__(self, link: Link, token: bytes) -> None:
-        self._token = token
+    def __init__(self, link: Link, *, encrypt: bool) -> None:
+        """encrypt: the credentials are a pair of keys and not a token, and the link is encrypted."""
         self._admitted = False
-        self._requests = link.make_socket(zmq.ROUTER)
-        self._requests.bind("inproc://zeromq.zap.01")
-        link.socket.setsockopt(zmq.PLAIN_SERVER, 1)
-        link.socket.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN)
+        self._handler = ZapHandler(link.make_socket(zmq.ROUTER), self._admits)
+        if encrypt:
+            server_key, server_secret = zmq.curve_keypair()
+            key, secret = zmq.curve_keypair()
+            self._credentials = (b"CURVE", z85.decode(key))
+            #: What the teacher needs, for the OFFER: its own key is made here, as only the OFFER can bring it there.
+            self.invitation: Description = {"server_key": server_key, "secret": secret}
+            link.socket.setsockopt(zmq.CURVE_SERVER, 1)
+            link.socket.setsockopt(zmq.CURVE_SECRETKEY, server_secret)
+        else:
+            token = secrets.token_hex(32).encode()
+            self._credentials = (b"PLAIN", _USER + b"\0" + token)
+            self.invitation = {"token": token}
+            link.socket.setsockopt(zmq.PLAIN_SERVER, 1)
+        ZapHandler.guard(link.socket)
+        link.socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_LIMIT_MS)
 
     def answer(self) -> None:
         """Decide about whoever knocked since the last call."""
-        while has_messages(self._requests):
-            sender, empty, version, request, *_, user, password = self._requests.recv_multipart(zmq.NOBLOCK)
-            welcome = not self._admitted and user == _USER and hmac.compare_digest(password, self._token)
-            self._admitted = self._admitted or welcome
-            status = [b"200", b"", b"teacher", b""] if welcome else [b"400", b"wrong token, or taken", b"", b""]
-            self._requests.send_multipart([sender, empty, version, request, *status])
+        self._handler.answer()
+
+    def _admits(self, knock: Knock) -> bool:
+        mechanism, credentials = self._credentials
+        is_right = knock.mechanism == mechanism and hmac.compare_digest(b"\0".join(knock.credentials), credentials)
+        welcome = is_right and not self._admitted
+        self._admitted = self._admitted or welcome
+        return welcome
+
+
+def show_credentials(link: Link, invitation: Description) -> None:
+    """Have the link connect with what a door keeper's invitation gave.
+
+    Raises RemoteProtocolError: the invitation makes no sense."""
+    token, server_key, secret = (invitation.get(name) for name in ("token", "server_key", "secret"))
+    try:
+        if isinstance(server_key, bytes) and isinstance(secret, bytes):
+            link.socket.setsockopt(zmq.CURVE_SERVERKEY, server_key)
+            link.socket.setsockopt(zmq.CURVE_PUBLICKEY, zmq.curve_public(secret))
+            link.socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
+        elif isinstance(token, bytes):
+            link.socket.setsockopt(zmq.PLAIN_USERNAME, _USER)
+            link.socket.setsockopt(zmq.PLAIN_PASSWORD, token)
+        else:
+            raise RemoteProtocolError(
+                f"zmq is described by an endpoint and a token or keys; got the keys {sorted(invitation)}"
+            )
+    except (zmq.ZMQError, ValueError, OSError) as error:
+        raise RemoteProtocolError(f"zmq: a token or key that is none: {error}") from error
 
 
 def bind(link: Link, bind_host: str) -> str:
@@ -187,13 +228,12 @@ def bind(link: Link, bind_host: str) -> str:
     return link.socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
 
-def connect(link: Link, endpoint: str, token: bytes, greeting: bytes, *, timeout_s: float) -> None:
+def connect(link: Link, endpoint: str, invitation: Description, greeting: bytes, *, timeout_s: float) -> None:
     """Returns once the student let us in and greeted us in the same words.
 
     Raises RemoteProtocolError: no endpoint, or another greeting. Raises TransportError, DeadlineExceeded."""
     deadline_s = time.monotonic() + timeout_s
-    link.socket.setsockopt(zmq.PLAIN_USERNAME, _USER)
-    link.socket.setsockopt(zmq.PLAIN_PASSWORD, token)
+    show_credentials(link, invitation)
     try:
         host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
         link.socket.setsockopt(zmq.IPV6, ipaddress.ip_address(host.strip("[]")).version == 6)
@@ -209,7 +249,7 @@ def connect(link: Link, endpoint: str, token: bytes, greeting: bytes, *, timeout
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 link.socket.send(greeting)
             elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-                raise TransportError(f"zmq: {endpoint} turned us away: wrong token, or it has a teacher already")
+                raise TransportError(f"zmq: {endpoint} turned us away: wrong token or key, or it has a teacher already")
             else:
                 raise TransportError(f"zmq: can't connect to {endpoint}: {event.name}")
         try:

@@ -11,7 +11,6 @@ not armed is received into nothing.
 
 from __future__ import annotations
 
-import secrets
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -55,6 +54,7 @@ def capabilities() -> Capabilities:
         notices_peer_death=True,
         bounce_bytes_per_peer=(RECEIVE_QUEUE_CHUNKS + 2) * CHUNK_BYTES,  # queued, being decoded, being copied
         crc_by_default=True,  # TCP's own checksum has 16 bits
+        encrypts=bool(zmq.has("curve")),
     )
 
 
@@ -64,19 +64,19 @@ def unavailable() -> str | None:
     return None
 
 
-def open_receiver(arena: SlotArena, *, bind_host: str) -> ZmqReceiver:
+def open_receiver(arena: SlotArena, *, bind_host: str, encrypt: bool = False) -> ZmqReceiver:
     tune_malloc()
-    return ZmqReceiver(arena, bind_host=bind_host)
+    return ZmqReceiver(arena, bind_host=bind_host, encrypt=encrypt)
 
 
 def open_sender(description: Description, *, num_slots: int, slot_bytes: int, timeout_s: float) -> ZmqSender:
     tune_malloc()
-    endpoint, token = description.get("endpoint"), description.get("token")
-    if not (isinstance(endpoint, str) and endpoint.startswith("tcp://") and isinstance(token, bytes)):
-        raise RemoteProtocolError(f"zmq is described by a tcp endpoint and a token; got the keys {sorted(description)}")
+    endpoint = description.get("endpoint")
+    if not (isinstance(endpoint, str) and endpoint.startswith("tcp://")):
+        raise RemoteProtocolError(f"zmq is described by a tcp endpoint and more; got the keys {sorted(description)}")
     link = Link()
     try:
-        connect(link, endpoint, token, GREETING.pack(MAGIC, num_slots, slot_bytes), timeout_s=timeout_s)
+        connect(link, endpoint, description, GREETING.pack(MAGIC, num_slots, slot_bytes), timeout_s=timeout_s)
     except BaseException:
         link.close()
         raise
@@ -99,7 +99,7 @@ class _Incoming:
 class ZmqReceiver(Receiver):
     """See Receiver. The lock lets any thread close while the owner is in a call."""
 
-    def __init__(self, arena: SlotArena, *, bind_host: str) -> None:
+    def __init__(self, arena: SlotArena, *, bind_host: str, encrypt: bool) -> None:
         self._lock = threading.RLock()
         self._arena = arena
         self._armed = ArmedFills(num_slots=arena.num_slots, slot_bytes=arena.slot_bytes)
@@ -111,15 +111,14 @@ class ZmqReceiver(Receiver):
         self._lost: str | None = None
         self._dropped = 0
         self._closed = False
-        token = secrets.token_hex(32).encode()
         self._link = Link()
         try:
-            self._door = DoorKeeper(self._link, token)
+            self._door = DoorKeeper(self._link, encrypt=encrypt)
             endpoint = bind(self._link, bind_host)
         except BaseException:
             self._link.close()
             raise
-        self._description: Description = {"endpoint": endpoint, "token": token}
+        self._description: Description = {"endpoint": endpoint, **self._door.invitation}
 
     def describe(self) -> Description:
         return self._description

@@ -10,16 +10,18 @@ import secrets
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import zmq
 
-from ring.control import LocalPort, ZmqLink, check_exposure, local_pair
+from ring.auth import load_keyring
+from ring.control import ZmqLinks
 from ring.core.config import RingConfig
 from ring.core.errors import ConfigError
 from ring.core.messages import HeadInfo, Hello
+from ring.endpoints import check_exposure
 from ring.head import fetch_head
+from ring.local_control import LocalPort, local_pair
 from ring.prefetch import Ring
 from ring.pump import ChannelOptions, LinkOpener
 from student.config import TrainConfig
@@ -69,6 +71,7 @@ def connected(
                 transport=config.transport,
                 crc={"auto": None, "on": True, "off": False}[config.crc],
                 bind_host=config.bind_host,
+                encrypt=config.auth is not None,
             ),
             poison_released=config.poison_released,
             idle_work=idle_work,
@@ -143,16 +146,18 @@ def _hello(config: TrainConfig, token_map_hash: str, vocab_size: int, backends: 
 
 def _disaggregated(config: TrainConfig, stack: ExitStack, token_map_hash: str, vocab_size: int) -> Connection:
     endpoints = config.endpoints
+    auth = config.auth is not None
     for endpoint in endpoints:
-        check_exposure(endpoint, flag="--teacher", insecure=config.insecure)
+        check_exposure(endpoint, flag="--teacher", auth=auth, insecure=config.insecure)
     if config.bind_host is not None:
-        check_exposure(f"tcp://{config.bind_host}:*", flag="--bind-host", insecure=config.insecure)
+        check_exposure(f"tcp://{config.bind_host}:*", flag="--bind-host", auth=auth, insecure=config.insecure)
     if len(set(endpoints)) < len(endpoints):
         raise ConfigError(f"--teacher names an endpoint twice: {', '.join(endpoints)}")
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     # After the ring, which the stack closes first: terminating waits for its sockets.
     stack.callback(context.term)
-    links: list[tuple[str, LinkOpener]] = [(name, partial(ZmqLink, context, name)) for name in endpoints]
+    keyring = None if config.auth is None else load_keyring(config.auth)
+    links: list[tuple[str, LinkOpener]] = [(name, ZmqLinks(context, name, keyring=keyring)) for name in endpoints]
     return _hello(config, token_map_hash, vocab_size, registry.offered(config.transport)), links, None
 
 

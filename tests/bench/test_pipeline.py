@@ -23,11 +23,11 @@ from bench.pipeline_real import RealShape
 from bench.synthetic_student import Feeder, SyntheticStudent, requests_of, student_alone
 from bench.synthetic_teacher import TOKEN_MAP_HASH, SyntheticBody, state_table, synthetic_model, synthetic_request
 from planner.input_hash import input_hash
-from ring.control import local_pair
 from ring.core.config import RingConfig
 from ring.core.errors import RemoteProtocolError
 from ring.core.messages import Hello
 from ring.head import fetch_head
+from ring.local_control import local_pair
 from ring.prefetch import Ring
 from student.loss import Head
 from teacher.forward import TeacherModel

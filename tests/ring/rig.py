@@ -20,9 +20,10 @@ import torch
 import zmq
 
 from planner.input_hash import input_hash
-from ring.control import ControlLink, ZmqLink, ZmqPort, local_pair
+from ring.control import ControlLink, ZmqLink, ZmqPort
 from ring.core.config import RingConfig
 from ring.core.messages import Hello, TokenRequest
+from ring.local_control import local_pair
 from ring.prefetch import Ring
 from ring.pump import ChannelOptions
 from teacher.forward import TeacherModel

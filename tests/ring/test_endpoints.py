@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import zmq
 
-from ring.control import ZmqPort, check_exposure
+from ring.control import ZmqPort
 from ring.core.errors import ConfigError
+from ring.endpoints import check_exposure
 from teacher.forward import TeacherModel
 from tests.ring.rig import Teacher, consume, open_ring
 
@@ -35,17 +36,18 @@ def test_a_port_can_be_used_again_at_once(model: TeacherModel) -> None:
 )
 def test_an_address_that_others_reach_needs_the_users_word(endpoint: str) -> None:
     with pytest.raises(
-        ConfigError, match=r"--listen .* leaves this machine.*allowed: a loopback address, or --insecure"
+        ConfigError, match=r"--listen .* leaves this machine.*allowed: a loopback address, --auth DIR .*or --insecure"
     ):
-        check_exposure(endpoint, flag="--listen", insecure=False)
-    check_exposure(endpoint, flag="--listen", insecure=True)
+        check_exposure(endpoint, flag="--listen", auth=False, insecure=False)
+    check_exposure(endpoint, flag="--listen", auth=False, insecure=True)
+    check_exposure(endpoint, flag="--listen", auth=True, insecure=False)
 
 
 @pytest.mark.parametrize(
     "endpoint", ["tcp://127.0.0.1:5555", "tcp://127.9.9.9:1", "tcp://localhost:5555", "tcp://[::1]:5"]
 )
 def test_a_loopback_address_needs_no_word(endpoint: str) -> None:
-    check_exposure(endpoint, flag="--teacher", insecure=False)
+    check_exposure(endpoint, flag="--teacher", auth=False, insecure=False)
 
 
 @pytest.mark.parametrize(
@@ -55,4 +57,4 @@ def test_what_is_no_endpoint_is_refused_with_an_example(endpoint: str) -> None:
     with pytest.raises(
         ConfigError, match=r"is not an endpoint; allowed: tcp://HOST:PORT, e\.g\. tcp://127\.0\.0\.1:5555"
     ):
-        check_exposure(endpoint, flag="--teacher", insecure=True)
+        check_exposure(endpoint, flag="--teacher", auth=False, insecure=True)

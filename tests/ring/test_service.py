@@ -10,10 +10,11 @@ import pytest
 import torch
 import zmq
 
-from ring.control import ZmqLink, local_pair
+from ring.control import ZmqLink
 from ring.core.errors import RemoteProtocolError, TeacherLost
 from ring.core.messages import FillId, HeadRequest, Message, RefusalCode, Refused, Request, TokenRequest
 from ring.core.stats import RetryCause
+from ring.local_control import local_pair
 from ring.session import Phase, Session
 from teacher.forward import TeacherModel
 from teacher.service import TeacherService

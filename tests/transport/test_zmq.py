@@ -43,9 +43,9 @@ def arena() -> Iterator[SlotArena]:
     made.close()
 
 
-@pytest.fixture
-def receiver(arena: SlotArena) -> Iterator[Receiver]:
-    made = zmq_tcp.open_receiver(arena, bind_host="127.0.0.1")
+@pytest.fixture(params=[False, True], ids=["plain", "encrypted"])
+def receiver(arena: SlotArena, request: pytest.FixtureRequest) -> Iterator[Receiver]:
+    made = zmq_tcp.open_receiver(arena, bind_host="127.0.0.1", encrypt=request.param)
     yield made
     made.forget()
 
@@ -83,11 +83,12 @@ def expect_lost(endpoint: Receiver | Sender) -> None:
 # ---- who is let in
 
 
-def test_a_wrong_token_is_turned_away_at_once_and_the_right_one_still_works(
+def test_a_wrong_token_or_key_is_turned_away_at_once_and_the_right_one_still_works(
     receiver: Receiver, arena: SlotArena
 ) -> None:
+    guess: Description = {"token": b"guess"} if "token" in receiver.describe() else {"secret": zmq.curve_keypair()[1]}
     with pytest.raises(TransportError, match="turned us away") as raised:
-        while_serving(receiver, lambda: open_sender({**receiver.describe(), "token": b"guess"}))
+        while_serving(receiver, lambda: open_sender({**receiver.describe(), **guess}))
     assert not isinstance(raised.value, DeadlineExceeded)
     sender = while_serving(receiver, lambda: open_sender(receiver.describe()))
     assert_works(receiver, sender, arena)
@@ -131,7 +132,16 @@ def test_offered_slots_that_are_not_there_are_refused(receiver: Receiver) -> Non
 
 @pytest.mark.parametrize(
     "description",
-    [{}, {"endpoint": "ipc:///tmp/x", "token": b"x"}, {"endpoint": "tcp://127.0.0.1:99999999", "token": b"x"}],
+    [
+        {},
+        {"endpoint": "ipc:///tmp/x", "token": b"x"},
+        {"endpoint": "tcp://127.0.0.1:99999999", "token": b"x"},
+        {"endpoint": "tcp://127.0.0.1:9", "token": b"x" * 256},
+        {"endpoint": "tcp://127.0.0.1:9", "server_key": b"x" * 40, "secret": b"short"},
+        {"endpoint": "tcp://127.0.0.1:9", "server_key": b"\xff" * 40, "secret": b"\xff" * 40},
+        {"endpoint": "tcp://127.0.0.1:9", "server_key": zmq.curve_keypair()[0]},
+        {"endpoint": "tcp://127.0.0.1:9", "token": 7},
+    ],
 )
 def test_a_description_that_makes_no_sense_is_the_peers_fault(description: Description) -> None:
     with pytest.raises(RemoteProtocolError):
@@ -175,9 +185,9 @@ def test_restarting_at_once_finds_a_port(arena: SlotArena) -> None:
 def rogue(receiver: Receiver) -> Iterator[Link]:
     """A link that has the token and was greeted, and then says what it likes."""
     link = Link()
-    endpoint, token = str(receiver.describe()["endpoint"]), bytes(receiver.describe()["token"])
+    endpoint = str(receiver.describe()["endpoint"])
     greeting = GREETING.pack(MAGIC, NUM_SLOTS, SLOT_BYTES)
-    while_serving(receiver, lambda: connect(link, endpoint, token, greeting, timeout_s=HANG_GUARD_S))
+    while_serving(receiver, lambda: connect(link, endpoint, receiver.describe(), greeting, timeout_s=HANG_GUARD_S))
     yield link
     link.close()
 
