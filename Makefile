@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: setup demo test lint types imports unit test-slow test-rdma bench clean help
+.PHONY: setup demo test lint types imports unit test-slow test-rdma bench report clean help
 
 VENV ?= .venv
 PY := $(VENV)/bin/python
@@ -53,6 +53,9 @@ test-rdma: setup ## the transport over real RDMA verbs, in a virtual machine wit
 
 bench: setup ## throughput and memory, printed against their targets
 	$(PY) -m bench all
+
+report: setup ## what the project claims, measured on this machine: runs/report/report.html
+	$(PY) -m bench report $(REPORT_ARGS)
 
 clean: ## remove the virtual environment and every run
 	rm -rf $(VENV) runs

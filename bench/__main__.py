@@ -15,6 +15,8 @@ BENCHES = {
     "pipeline": Entry("bench.bench_pipeline", "a step against the slower of teacher and student alone"),
     "loss": Entry("bench.bench_kd_loss", "time and memory of the fused loss, against the full one"),
 }
+#: Runs some of the benches itself, and the trainings beside them: no part of `all`.
+REPORT = {"report": Entry("bench.bench_report", "what the project claims, measured here, as one page")}
 ALL = {"all": Entry("bench.__main__", "each of these in turn, at its defaults")}
 
 
@@ -22,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit code: 1 if a figure is beyond its limit or a bench failed, 2 for bad usage."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] != "all":
-        return dispatch(PROG, BENCHES | ALL, arguments)
+        return dispatch(PROG, BENCHES | REPORT | ALL, arguments)
     if len(arguments) > 1:
         print(
             f"{PROG}: error: all takes no flags, found {' '.join(arguments[1:])}; allowed: flags with one bench",

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.progress import Progress
@@ -26,6 +27,14 @@ POLL_S = 0.2
 INTERRUPTED_S = 10.0
 #: Threads that spin while they wait for each other make a busy machine many times slower; these sleep.
 ENVIRONMENT = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Service:
+    """A teacher that serves."""
+
+    endpoint: str
+    pid: int
 
 
 class StageFailed(DisaggKDError):
@@ -47,8 +56,8 @@ def train(arguments: Sequence[str], *, out: Path, num_steps: int, title: str, pr
 
 
 @contextmanager
-def teacher(arguments: Sequence[str], *, root: Path) -> Iterator[str]:
-    """Serve a teacher in a process of its own; gives its endpoint. Raises StageFailed: it does not get ready."""
+def teacher(arguments: Sequence[str], *, root: Path) -> Iterator[Service]:
+    """Serve a teacher in a process of its own. Raises StageFailed: it does not get ready."""
     log, ready = root / "teacher-serve.log", root / "teacher-serve.endpoint"
     ready.unlink(missing_ok=True)
     command = [sys.executable, "-m", "teacher.serve", *arguments, "--ready-file", str(ready)]
@@ -58,7 +67,7 @@ def teacher(arguments: Sequence[str], *, root: Path) -> Iterator[str]:
             if process.poll() is not None or time.monotonic() > give_up_s:
                 raise StageFailed(f"the teacher did not get ready: {_last_line(log)} (whole log: {log})")
             time.sleep(POLL_S)
-        yield ready.read_text().strip()
+        yield Service(endpoint=ready.read_text().strip(), pid=process.pid)
 
 
 @contextmanager

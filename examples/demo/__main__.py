@@ -108,8 +108,8 @@ def demo(config: DemoConfig) -> None:
             shutil.rmtree(directory, ignore_errors=True)
         common = _student_arguments(config, material, root)
         serving = ["--model", material.teacher, "--transport", "shm", "--listen", "tcp://127.0.0.1:*", "--threads", "1"]
-        with teacher(serving, root=root) as endpoint:
-            arguments = ["--teacher", endpoint, "--transport", "shm", "--kd-weight", "0.9", "--ce-weight", "0.1"]
+        with teacher(serving, root=root) as service:
+            arguments = ["--teacher", service.endpoint, "--transport", "shm", "--kd-weight", "0.9", "--ce-weight", "0.1"]
             train(
                 [*common, *arguments, "--threads", "1"],
                 out=kd_dir,

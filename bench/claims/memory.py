@@ -1,0 +1,182 @@
+"""Claims about memory: what a trainer process holds in each layout, and what does not fit colocated.
+
+The pair is larger than that of the other claims: a teacher of random weights, since memory does not ask what they say.
+Each run is measured beyond its imports, which is what the planner predicts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from bench.claims import charts
+from bench.claims.layouts import APART, FUSED, Shape
+from bench.claims.pair import Pair
+from bench.claims.runs import Command, Run, attempted, trained
+from bench.claims.section import Chart, Section, Table, mebibytes
+from planner.families import shape_of
+from planner.trainer_memory import Layout, TrainerSetup, trainer_memory
+from student.loss.products import has_matrix_units
+
+#: Of the prediction for the disaggregated trainer; fixed before anything is run.
+CAP_FRAC = 1.15
+#: What is resident and no tensor: threads, the allocator's rest, libraries that are loaded late.
+TOLERANCE_FRAC, TOLERANCE_BYTES = 0.10, 64 << 20
+DEPTH, SPARES = 3, 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """The runs of this page. predicted: peak beyond imports by layout, in bytes."""
+
+    free: Mapping[str, Run]
+    capped: Mapping[str, Run]
+    predicted: Mapping[str, int]
+    headroom_bytes: int
+
+
+def runs(pair: Pair, shape: Shape, root: Path) -> Iterator[Run]:
+    """Both layouts without a cap, then both under the cap that was fixed beforehand."""
+    headroom = round(CAP_FRAC * predicted(pair, shape)[APART])
+    for cap, title in ((0, "free"), (headroom, "capped")):
+        for command in _commands(pair, shape, root, headroom_bytes=cap):
+            # Under the cap an error is the answer; without it, a fault.
+            run = (attempted if cap else trained)(
+                replace(command, name=f"{command.name}, {title}"), out=root / title / command.name.split(",")[0]
+            )
+            yield run
+
+
+def held(pair: Pair, shape: Shape, found: Mapping[str, Run]) -> Held:
+    """`runs`, sorted."""
+    free = {name: found[f"{name}, free"] for name in (FUSED, APART)}
+    capped = {name: found[f"{name}, capped"] for name in (FUSED, APART)}
+    forecast = predicted(pair, shape)
+    return Held(free=free, capped=capped, predicted=forecast, headroom_bytes=round(CAP_FRAC * forecast[APART]))
+
+
+def predicted(pair: Pair, shape: Shape) -> dict[str, int]:
+    """The planner's peak of a trainer process beyond its imports, in bytes."""
+    tokens = shape.batch_size * shape.sequence_tokens
+
+    def peak(layout: Layout) -> int:
+        setup = TrainerSetup(
+            student=shape_of(_config(pair.student), name="student"),
+            teacher=shape_of(_config(pair.teacher), name="teacher"),
+            layout=layout,
+            tokens=tokens,
+            rows=shape.batch_size * (shape.sequence_tokens - 1),
+            sequence_tokens=shape.sequence_tokens,
+            pass_tokens=tokens,
+            arithmetic="autocast",
+            checkpointing=False,
+            device="cpu",
+            matrix_units=has_matrix_units(torch.bfloat16),
+            wire_bytes=4,
+            teacher_bytes=4,
+            ring_depth=DEPTH,
+            ring_spares=SPARES,
+        )
+        return trainer_memory(setup).peak_bytes
+
+    return {FUSED: peak("colocated"), APART: peak("disagg")}
+
+
+def _config(model: Path | str) -> dict[str, object]:
+    config: dict[str, object] = json.loads((Path(model) / "config.json").read_text())
+    return config
+
+
+def _commands(pair: Pair, shape: Shape, root: Path, *, headroom_bytes: int) -> Iterator[Command]:
+    tokens = str(shape.batch_size * shape.sequence_tokens)
+    flags = (*shape.flags(pair, cache=root / "cache"), "--threads", "1")
+    ring = ("--ring-depth", str(DEPTH), "--ring-spares", str(SPARES))
+    # Stored in bf16, held in float32: weights are in memory, and not pages of a file.
+    together = ("--teacher", str(pair.teacher), "--layout", "colocated", "--teacher-dtype", "fp32")
+    serving = ("--model", str(pair.teacher), "--dtype", "fp32", "--threads", "1", "--max-batch-tokens", tokens)
+    yield Command(
+        name=FUSED,
+        arguments=(*flags, *ring, *together, "--max-batch-tokens", tokens),
+        headroom_bytes=headroom_bytes,
+    )
+    yield Command(
+        name=APART,
+        arguments=(*flags, *ring, "--transport", "shm"),
+        serving=(*serving, "--device", shape.device),
+        headroom_bytes=headroom_bytes,
+    )
+
+
+def trainer_process(found: Held) -> Section:
+    """What each trainer process held, without a cap."""
+    colocated, apart = found.free[FUSED].grown_bytes, found.free[APART].grown_bytes
+    rows = [
+        (name, mebibytes(run.grown_bytes), mebibytes(found.predicted[name]), mebibytes(run.peak_bytes))
+        for name, run in found.free.items()
+    ]
+    bars = {name: {"beyond its imports": run.grown_bytes / 2**20} for name, run in found.free.items()}
+    return Section(
+        title="Memory of a trainer process",
+        claim="Away from the teacher, the trainer holds its own model, the ring, and the teacher's head: no more.",
+        finding=(
+            f"Beyond its imports the trainer takes {mebibytes(apart)} disaggregated and {mebibytes(colocated)} with "
+            f"the teacher in its process: {colocated / apart:.1f} x."
+        ),
+        verdict="holds" if apart < colocated else "fails",
+        tables=[Table(columns=("layout", "peak beyond imports", "predicted", "whole process"), rows=rows)],
+        charts=[
+            Chart(
+                svg=charts.bars(bars, x_label="MiB beyond imports", size=(6.4, 1.8)),
+                caption="The fused loss in both. The teacher's process, elsewhere, holds the rest.",
+            )
+        ],
+        commands={name: run.shell for name, run in found.free.items()},
+        facts={
+            "grown_bytes": {name: run.grown_bytes for name, run in found.free.items()},
+            "predicted_bytes": dict(found.predicted),
+            "teacher_process_peak_bytes": found.free[APART].teacher_peak_bytes,
+        },
+    )
+
+
+def out_of_memory(found: Held) -> Section:
+    """Both layouts under one cap."""
+    rows = []
+    for name, run in found.capped.items():
+        outcome = f"trained {len(run.steps)} steps" if run.error is None else run.error
+        rows.append((name, "fits" if run.error is None else "does not fit", outcome))
+    apart, together = found.capped[APART], found.capped[FUSED]
+    holds = apart.error is None and together.error is not None
+    if holds:
+        result = (
+            "the disaggregated trainer trains to its end, and the colocated one runs out of memory, fused loss and all"
+        )
+    else:
+        fates = {name: "trains" if run.error is None else "fails" for name, run in found.capped.items()}
+        result = ", ".join(f"{name} {fate}" for name, fate in fates.items())
+    curve = charts.lines(
+        {APART: [(step["step"], step["loss"]) for step in apart.steps]}, x_label="optimizer step", y_label="loss, nats"
+    )
+    return Section(
+        title="Out of memory, and not",
+        claim="Where teacher and student together do not fit, the disaggregated layout trains.",
+        finding=f"With {mebibytes(found.headroom_bytes)} a trainer process beyond its imports, {result}.",
+        verdict="holds" if holds else "fails",
+        tables=[Table(columns=("layout", "under the cap", "what it said"), rows=rows)],
+        charts=[Chart(svg=curve, caption=f"Under the cap: {APART}.")] if apart.steps else [],
+        commands={name: run.shell for name, run in found.capped.items()},
+        facts={
+            "headroom_bytes": found.headroom_bytes,
+            "cap": f"RLIMIT_DATA, {CAP_FRAC} x the planner's prediction for the disaggregated trainer",
+            "errors": {name: run.error for name, run in found.capped.items()},
+        },
+    )
+
+
+def within(found: int, forecast: int) -> bool:
+    """Whether a prediction of memory is as near as it claims to be."""
+    return abs(found - forecast) <= max(TOLERANCE_FRAC * forecast, TOLERANCE_BYTES)

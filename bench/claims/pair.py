@@ -1,0 +1,84 @@
+"""The models that the report trains: a teacher of its own on real text, or the user's; and a larger pair for memory."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from bench.claims.runs import Command, trained
+from bench.corpus import Corpus, build_corpus, write_model_config
+
+#: Tokens of the report's own tokenizer: enough that the loss is a real part of a step.
+VOCAB_SIZE = 16_384
+TEACHER_SHAPE = {"hidden_size": 256, "num_layers": 4}
+STUDENT_SHAPE = {"hidden_size": 128, "num_layers": 2}
+TEACHER_LR = 1.5e-3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """A teacher, a student and their text. `from_config`: the student starts from random weights."""
+
+    teacher: Path | str
+    student: Path | str
+    data: tuple[str, ...]
+    held_out: tuple[str, ...]
+    from_config: bool
+
+
+def own_pair(root: Path, *, steps: int, sequence_tokens: int, batch_size: int, device: str) -> Pair:
+    """The report's pair on the standard library's source. The teacher is trained for `steps`, once: a second report
+    finds it. Raises StageFailed."""
+    corpus = build_corpus(root / "corpus", vocab_size=VOCAB_SIZE)
+    student, teacher, shape = root / "student", root / "teacher", root / "teacher-shape"
+    write_model_config(student, corpus, **STUDENT_SHAPE)
+    recipe = {"shape": TEACHER_SHAPE, "steps": steps, "tokens": sequence_tokens, "batch": batch_size}
+    marker = root / "teacher-recipe.json"
+    if not (marker.exists() and json.loads(marker.read_text()) == recipe and teacher.exists()):
+        for old in (teacher, root / "teacher-run"):
+            shutil.rmtree(old, ignore_errors=True)
+        write_model_config(shape, corpus, **TEACHER_SHAPE)
+        arguments = (
+            *("--student", str(shape), "--from-config", "--kd-weight", "0", "--ce-weight", "1"),
+            *("--data", str(corpus.train), "--max-length", str(sequence_tokens), "--batch-size", str(batch_size)),
+            *("--steps", str(steps), "--lr", str(TEACHER_LR), "--warmup-steps", str(min(20, steps // 4))),
+            *("--cache-dir", str(root / "cache"), "--device", device),
+        )
+        trained(Command(name="the teacher itself", arguments=arguments), out=root / "teacher-run")
+        shutil.copytree(root / "teacher-run" / "model", root / "teacher.copy", dirs_exist_ok=True)
+        (root / "teacher.copy").rename(teacher)
+        marker.write_text(json.dumps(recipe))
+    return Pair(
+        teacher=teacher,
+        student=student,
+        data=(str(corpus.student),),
+        held_out=(str(corpus.held_out),),
+        from_config=True,
+    )
+
+
+def random_pair(root: Path, corpus: Corpus, *, hidden_size: int, num_layers: int, student: Path) -> Pair:
+    """A teacher of that shape with random bf16 weights, for questions of memory alone, and the student given."""
+    shape, teacher = root / f"shape-{hidden_size}x{num_layers}", root / f"teacher-{hidden_size}x{num_layers}"
+    if not teacher.exists():
+        write_model_config(shape, corpus, hidden_size=hidden_size, num_layers=num_layers)
+        torch.manual_seed(0)
+        build: Any = transformers.AutoModelForCausalLM.from_config
+        model = build(transformers.AutoConfig.from_pretrained(shape), dtype=torch.bfloat16)
+        aside = root / "teacher.aside"
+        model.save_pretrained(aside)
+        transformers.AutoTokenizer.from_pretrained(shape).save_pretrained(aside)
+        aside.rename(teacher)
+    return Pair(
+        teacher=teacher,
+        student=student,
+        data=(str(corpus.student),),
+        held_out=(str(corpus.held_out),),
+        from_config=True,
+    )
