@@ -179,15 +179,24 @@ CHECKS: dict[str, Callable[[int, int], None]] = {
 }
 
 
-def run_rank(rank: int, world: int, store: str) -> None:
+def run_rank(rank: int, world: int, store: str, names: tuple[str, ...]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=GUARD)
-    for check in CHECKS.values():
-        check(rank, world)
+    for name in names:
+        CHECKS[name](rank, world)
     dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_vocabulary_shards_over_real_processes(world: int, tmp_path: Path) -> None:
-    arguments: tuple[Any, ...] = (world, str(tmp_path / "store"))
+    arguments: tuple[Any, ...] = (world, str(tmp_path / "store"), tuple(CHECKS))
+    mp.start_processes(run_rank, arguments, nprocs=world, start_method="spawn")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [4, 8])
+def test_the_gradient_is_not_multiplied_by_the_number_of_ranks(world: int, tmp_path: Path) -> None:
+    """Four columns over four and over eight ranks, half of which have none."""
+    names = (check_canonical_pair_has_the_gradient_of_one_rank.__name__,)
+    arguments: tuple[Any, ...] = (world, str(tmp_path / "store"), names)
     mp.start_processes(run_rank, arguments, nprocs=world, start_method="spawn")
