@@ -29,6 +29,7 @@ class Entry(NamedTuple):
 COMMANDS = {
     "serve": Entry("teacher.serve", "a teacher replica as a process (python -m teacher.serve)"),
     "train": Entry("student.train.__main__", "distil a teacher into a student (python -m student.train)"),
+    "plan": Entry("planner.cli", "what fits, what limits it and what to rent (python -m planner)"),
     "bench": Entry("bench.__main__", "throughput and memory against their targets (python -m bench)"),
     "keys": Entry("bench.keys", "key pairs for --auth: who may connect, and nobody else listens"),
     "doctor": Entry("bench.doctor", "what the transports find on this machine, and what to do about it"),

@@ -177,8 +177,8 @@ def find_model(name: str, *, flag: str) -> ModelShape:
         return shape_of(PRESETS[preset], name=preset)
     near = difflib.get_close_matches(name.rsplit("/", 1)[-1].lower(), by_lower, n=3, cutoff=0.0)
     raise PlanError(
-        f"{flag} {name}: no preset, no directory, no config.json and no hub id in the cache; "
-        f"allowed: one of these; presets are listed by --list, the nearest: {', '.join(by_lower[each] for each in near)}"
+        f"{flag} {name}: no preset, no directory, no config.json and no hub id in the cache; allowed: one of these; "
+        f"--list shows the presets, the nearest are {', '.join(by_lower[each] for each in near)}"
     )
 
 

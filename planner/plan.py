@@ -229,7 +229,7 @@ def plan_of(question: Question) -> Plan:
         student_tokens_per_s=student_rate,
         stages=stages,
         pace=steady,
-        needed_depth=needed_depth(stages, jitter_s=2 * settings.jitter_frac * stages.fetch_s),
+        needed_depth=needed_depth(stages, jitter_s=3 * settings.jitter_frac * stages.fetch_s),
         needed_bytes_per_s=needed_bytes_per_s(
             microbatch_bytes=_microbatch_bytes(question), step_s=stages.student_s, num_trainers=settings.num_trainers
         ),

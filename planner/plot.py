@@ -28,7 +28,7 @@ _STYLES = {
 _AXES = {
     "tokens": "tokens a GPU and microbatch",
     "gpus": "GPUs that train",
-    "teachers": "parameters of the teacher, billions",
+    "teachers": "teacher, by size",
 }
 
 
@@ -75,10 +75,11 @@ def _draw(answer: Answer, paths: list[Path]) -> None:
         textcoords="offset points",
         ha="right",
         color="#444444",
+        bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
     )
-    if kind != "gpus":
+    if kind == "tokens":
         axes.set_xscale("log")
-    points = {point.label: point.x for point in answer.sweep}
+    points = {point.label: x for point, x in zip(answer.sweep, _positions(answer), strict=True)}
     rotation, align = (25, "right") if kind == "teachers" else (0, "center")
     axes.set_xticks(list(points.values()), list(points), rotation=rotation, ha=align)
     axes.minorticks_off()
@@ -88,18 +89,27 @@ def _draw(answer: Answer, paths: list[Path]) -> None:
     axes.set_title(f"{_title(answer)}: what a training GPU must hold", loc="left", fontsize=11)
     axes.grid(axis="y", color="#dddddd", linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, loc="upper left")
+    axes.legend(frameon=False, loc="upper right" if kind == "gpus" else "upper left")
     for path in paths:
         figure.savefig(path, dpi=150)
     plt.close(figure)
 
 
 def _lines(axes: Axes, answer: Answer) -> None:
+    placed = list(zip(answer.sweep, _positions(answer), strict=True))
     for layout in LAYOUTS:
-        points = [point for point in answer.sweep if (point.layout, point.loss) == layout]
+        own = [(x, point.needed_bytes / 1e9) for point, x in placed if (point.layout, point.loss) == layout]
         colour, marker, line = _STYLES[layout]
-        xs, ys = [point.x for point in points], [point.needed_bytes / 1e9 for point in points]
+        xs, ys = [x for x, _ in own], [y for _, y in own]
         axes.plot(xs, ys, color=colour, linestyle=line, marker=marker, markersize=5, label=_NAMES[layout])
+
+
+def _positions(answer: Answer) -> list[float]:
+    """Where each point stands: teachers side by side in the order of their size, so that their names have room."""
+    if answer.plan.question.settings.sweep != "teachers":
+        return [point.x for point in answer.sweep]
+    order = list(dict.fromkeys(point.label for point in answer.sweep))
+    return [float(order.index(point.label)) for point in answer.sweep]
 
 
 def _top(answer: Answer, capacity_gb: float) -> float:

@@ -21,7 +21,7 @@ def test_anything_but_a_subcommand_is_one_clear_line_and_exit_2(
     printed = capsys.readouterr()
     assert printed.out == ""
     (line,) = printed.err.splitlines()
-    assert "serve, train, bench" in line
+    assert "serve, train, plan, bench" in line
     assert (repr(arguments[0]) if arguments else "none") in line
 
 
@@ -50,7 +50,8 @@ def test_a_subcommand_gets_the_other_arguments_and_gives_its_exit_code(
 
 
 @pytest.mark.parametrize(
-    ("subcommand", "prog"), [("serve", "teacher.serve"), ("train", "student.train"), ("bench", "bench")]
+    ("subcommand", "prog"),
+    [("serve", "teacher.serve"), ("train", "student.train"), ("plan", "planner"), ("bench", "bench")],
 )
 def test_each_subcommand_is_the_python_m_command(
     subcommand: str, prog: str, capsys: pytest.CaptureFixture[str]
