@@ -29,9 +29,10 @@ from transport import registry
 from transport.contract import Receiver, wait_readable
 from transport.memory import POISON_BYTE, SlotArena
 
-MEMCPY, STREAM, SHM, ZMQ, ZMQ_CRC = "memcpy", "bare socket", "shm", "zmq", "zmq with CRC"
+MEMCPY, STREAM, SHM, ZMQ = "memcpy", "bare socket", "shm", "zmq"
+ZMQ_CRC, ZMQ_CURVE = "zmq with CRC", "zmq with CURVE"
 #: What a way is held against, by its name.
-BASE_OF = {SHM: MEMCPY, ZMQ: STREAM, ZMQ_CRC: STREAM} | {name: f"bare {name}" for name in UCX_WAYS}
+BASE_OF = {SHM: MEMCPY, ZMQ: STREAM, ZMQ_CRC: STREAM, ZMQ_CURVE: STREAM} | {name: f"bare {name}" for name in UCX_WAYS}
 #: Of a round trip.
 TRIP_BYTES = 64
 
@@ -119,6 +120,8 @@ class Ways:
             measure=self._checked(ZMQ_CRC, partial(self._fills, ZMQ, with_crc=True)),
             trip_s=partial(self._fill_trip_s, ZMQ, with_crc=True),
         )
+        if registry.load("zmq").capabilities().encrypts:
+            yield self._channel(ZMQ_CURVE, "zmq", copies="kernel + 3", encrypt=True)
         if registry.unavailable("ucx") is None:
             for name, tls in UCX_WAYS.items():
                 yield from self._ucx(name, tls, UCX_COPIES[name])
@@ -141,10 +144,10 @@ class Ways:
                 trip_s=lambda num_trips: perftest.trip_s(num_bytes=TRIP_BYTES, num_trips=num_trips),
             )
 
-    def _channel(self, name: str, backend: str, *, copies: str, tls: str | None = None) -> Way:
+    def _channel(self, name: str, backend: str, *, copies: str, tls: str | None = None, encrypt: bool = False) -> Way:
         """One of our transports."""
         with ucx_transports(tls):
-            receiver = registry.load(backend).open_receiver(self._arena, bind_host="127.0.0.1")
+            receiver = registry.load(backend).open_receiver(self._arena, bind_host="127.0.0.1", encrypt=encrypt)
         self._receivers[name] = receiver
         arena = self._arena
         self._process.start(
