@@ -1,0 +1,152 @@
+"""`python -m planner`: what it prints, how fast, and how it refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.cli import main as disaggkd
+from planner.cli import main, parse
+
+ROOT = Path(__file__).resolve().parents[2]
+ASKED = ["--teacher", "Qwen3.5-35B-A3B", "--student", "Qwen3.5-9B", "--gpus", "8", "--gpu-memory-gb", "80"]
+ASKED += ["--tokens-per-gpu", "8192"]
+
+
+def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert main([*ASKED, *arguments, "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_it_answers_without_loading_a_tensor_library_and_json_without_rich() -> None:
+    code = (
+        "import sys; from planner.cli import main; main(sys.argv[1:]); "
+        "print(sorted({'torch', 'numpy', 'transformers', 'matplotlib', 'rich'} & set(sys.modules)), file=sys.stderr)"
+    )
+    for arguments, loaded in ((["--json"], "[]"), ([], "['rich']")):
+        command = [sys.executable, "-c", code, *ASKED, *arguments]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+        assert done.stderr.strip() == loaded
+
+
+def test_people_get_a_verdict_and_tables(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(ASKED) == 0
+    printed = capsys.readouterr().out
+    assert "Colocated with the fused loss is enough." in printed
+    for title in ("Layouts", "Memory of a training GPU", "The disaggregated pipeline", "The most that fits"):
+        assert title in printed
+    assert max(map(len, printed.splitlines())) <= 80
+
+
+def test_every_key_of_the_json_is_documented_and_every_documented_key_is_there(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    found = answer(capsys, "--simulate", "--nodes", "2", "--sweep", "tokens", "--out", str(tmp_path))
+
+    def keys(value: object, under: str) -> set[str]:
+        if isinstance(value, list):
+            return keys(value[0], under + "[]")
+        # By name: components, terms and stages, whose keys are names of things.
+        if not isinstance(value, dict) or under.endswith(("_by_component", "_by_moment", "_by_stage", ".settings")):
+            return {under}
+        return {under} | {name for key, inner in value.items() for name in keys(inner, f"{under}.{key}")}
+
+    wanted = {key.removeprefix(".") for key in keys(found, "") if key}
+    page = (ROOT / "docs" / "planner-json.md").read_text()
+    documented = set(re.findall(r"^\| `([\w.\[\]]+)` \|", page, flags=re.MULTILINE))
+    assert documented == wanted
+
+
+def test_json_says_what_the_tables_say(capsys: pytest.CaptureFixture[str]) -> None:
+    found = answer(capsys)
+    assert found["schema_version"] == 1
+    assert found["verdict"]["choice"] == "colocated"
+    assert found["teacher"]["num_params"] == 34_660_610_688
+    assert sum(found["student"]["num_params_by_component"].values()) == found["student"]["num_params"]
+    for layout in found["layouts"]:
+        memory = layout["memory"]
+        moments = {name: sum(terms.values()) for name, terms in memory["bytes_by_moment"].items()}
+        assert memory["peak_bytes"] == max(moments.values()) == moments[memory["peak_moment"]]
+        assert layout["fits"] is (layout["needed_bytes"] <= layout["capacity_bytes"])
+    assert found["traffic"]["hidden_bytes_per_step"] == 8 * 8192 * 4096
+    assert found["sweep"] == []
+
+
+def test_explanations_add_up(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*ASKED, "--explain"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    moment, terms = 0, 0
+    for line in lines:
+        if match := re.fullmatch(r"  (\w+): ([\d,]+) bytes(  <- peak)?", line):
+            assert moment == terms
+            moment, terms = int(match[2].replace(",", "")), 0
+        elif match := re.fullmatch(r"    \w+ +([\d,]+)  = .+", line):
+            terms += int(match[1].replace(",", ""))
+    assert moment == terms > 0
+    assert any("4 N / 8 = 4 x 8,953,803,264 / 8" in line for line in lines)
+
+
+def test_a_sweep_leaves_a_picture_a_table_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*ASKED, "--sweep", "tokens", "--out", str(tmp_path / "out")]) == 0
+    written = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert written == ["sweep.csv", "sweep.json", "sweep.png", "sweep.svg"]
+    printed = capsys.readouterr().out.replace("\n", "")
+    assert all(f"out/{name}" in printed for name in written)
+    assert (tmp_path / "out" / "sweep.png").read_bytes().startswith(b"\x89PNG")
+    rows = (tmp_path / "out" / "sweep.csv").read_text().splitlines()
+    points = json.loads((tmp_path / "out" / "sweep.json").read_text())["points"]
+    assert rows[0] == "label,x,layout,loss,peak_bytes,needed_bytes,fits"
+    assert len(rows) == len(points) + 1 == 25
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "--teacher and --student not given"),
+        (["--teacher", "nobody"], "--student not given"),
+        (["--teacher", "nobody", "--student", "Qwen3.5-9B"], "--teacher nobody: no preset"),
+        ([*ASKED, "--gpus", "many"], "argument --gpus: invalid int value: 'many'"),
+        ([*ASKED, "--gpus", "0"], "--gpus must be 1 to 1000000, got 0"),
+        ([*ASKED, "--no-such-flag"], "unrecognized arguments: --no-such-flag"),
+        ([*ASKED, "--precision", "fp7"], "argument --precision: invalid choice: 'fp7'"),
+        ([*ASKED, "--checkpointing", "maybe"], "invalid value 'maybe'; allowed: on, off"),
+        ([*ASKED, "--sweep", "tokens", "--out", "/proc/nowhere"], "can't be written"),
+    ],
+)
+def test_bad_input_is_one_clear_line_and_exit_2(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    (line,) = printed.err.splitlines()
+    assert line.startswith("planner: error: ")
+    assert said in line
+
+
+def test_disaggkd_plan_is_the_same_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert disaggkd(["plan", *ASKED, "--json"]) == 0
+    through_the_front = capsys.readouterr().out
+    assert main([*ASKED, "--json"]) == 0
+    assert capsys.readouterr().out == through_the_front
+
+
+def test_switches_are_turned_on_and_off() -> None:
+    assert parse(["--simulate"]).simulate
+    assert not parse(["--simulate", "off"]).simulate
+    assert parse([]).checkpointing
+    assert not parse(["--checkpointing", "false"]).checkpointing
+
+
+def test_the_presets_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--list"]) == 0
+    printed = capsys.readouterr().out
+    for name in ("Qwen3.5-397B-A17B", "H200-141", "400GbE"):
+        assert name in printed
