@@ -30,11 +30,13 @@ logger = logging.getLogger(__name__)
 #: Control frames queued for one peer; more means that it does not read, and sending to it fails.
 MAX_QUEUED_FRAMES = 1024
 #: Frames of one peer that this process holds before it reads them.
-MAX_UNREAD_FRAMES = 64
+MAX_UNREAD_FRAMES = 16
 #: Longest frame that a teacher sends: a welcome, or a reason.
 MAX_ANSWER_BYTES = 64 * 2**10
 #: How long a frame that is already queued may still leave after close(), so that a Goodbye is heard.
 LINGER_MS = 200
+#: An attempt to connect that takes longer is begun anew.
+CONNECT_TIMEOUT_MS = 3_000
 #: What encryption adds to a frame: 33 bytes, and some for what may come.
 MAX_SEAL_BYTES = 64
 #: A peer that has not shown who it is by then is cut off.
@@ -122,6 +124,8 @@ class ZmqLink:
         # A replica that is not there yet is tried about once a second, not ten times.
         self._socket.setsockopt(zmq.RECONNECT_IVL, 100)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        # The kernel doubles the time between its attempts: after a minute's cut it would look again a minute later.
+        self._socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT_MS)
         self._monitor = self._socket.get_monitor_socket(
             zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | _HANDSHAKE_FAILURES
         )
