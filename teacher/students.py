@@ -119,6 +119,9 @@ class Students:
         if offer.wire_dtype not in self._model.wire_dtypes:
             allowed = ", ".join(dtype.value for dtype in self._model.wire_dtypes)
             raise RemoteProtocolError(f"wire dtype {offer.wire_dtype.value}; allowed: {allowed}")
+        if student.hello.host_id != host_id() and load(offer.backend).capabilities().same_host_only:
+            # A path or a process id from another machine would mean something else here.
+            raise RemoteProtocolError(f"transport {offer.backend!r} between two hosts; allowed: within one")
         student.offer = offer
         thread = threading.Thread(target=self._open, args=(student, offer), name="teacher-open", daemon=True)
         self._openings.add(thread)

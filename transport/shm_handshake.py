@@ -125,8 +125,7 @@ class Listener:
             self._directory_lock = -1
 
     def _admit(self, connection: socket.socket) -> None:
-        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
-        pid, uid, _ = _PEER_CREDENTIALS.unpack(credentials)
+        pid, uid, _ = _peer_credentials(connection)
         if uid != os.getuid():
             connection.close()
             return
@@ -159,6 +158,10 @@ def connect(
         connection.settimeout(_time_left_s(deadline_s))
         with _short_path(os.path.dirname(path)) as short:
             connection.connect(os.path.join(short, os.path.basename(path)))
+        _, user, _ = _peer_credentials(connection)
+        if user != os.getuid():
+            # The path is the student's word: whoever may connect must not have us knock at another user's door.
+            raise RemoteProtocolError(f"shm: {path} belongs to user {user}; allowed: {os.getuid()}, the teacher's own")
         connection.send(token)
         slots = _receive_slots(connection, num_slots, slot_bytes, deadline_s)
         connection.setblocking(False)
@@ -173,6 +176,13 @@ def connect(
         connection.close()
         raise
     return connection, slots
+
+
+def _peer_credentials(connection: socket.socket) -> tuple[int, int, int]:
+    """(process, user, group) of the other side, as the kernel knows them."""
+    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
+    pid, uid, gid = _PEER_CREDENTIALS.unpack(found)
+    return pid, uid, gid
 
 
 def _receive_slots(connection: socket.socket, num_slots: int, slot_bytes: int, deadline_s: float) -> list[torch.Tensor]:

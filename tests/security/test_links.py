@@ -1,0 +1,264 @@
+"""The control plane with keys: who gets in, what the others get, and what somebody in the network can read."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+import pytest
+import zmq
+
+from ring.auth import Keyring
+from ring.control import ZmqLink, ZmqLinks, ZmqPort, longest_request_bytes
+from ring.core.errors import ConfigError, DisaggKDError, PeerLost
+from ring.core.messages import Goodbye, Ping, Pong, TokenRequest
+from tests.security.conftest import House
+from tests.security.tap import tapped
+from transport.zap import ZapHandler
+
+T = TypeVar("T")
+HANG_GUARD_S = 60.0
+
+
+class Wires:
+    """Makes ports and links, each in a context of its own, and closes them."""
+
+    def __init__(self) -> None:
+        self._made: list[tuple[ZmqPort | ZmqLink, zmq.Context[zmq.Socket[bytes]]]] = []
+
+    def port(self, keyring: Keyring | None) -> ZmqPort:
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        port = ZmqPort(context, "tcp://127.0.0.1:*", keyring=keyring)
+        self._made.append((port, context))
+        return port
+
+    def link(self, endpoint: str, keyring: Keyring | None, teacher: Keyring | None) -> ZmqLink:
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        link = ZmqLink(context, endpoint, keyring=keyring, teacher_key=teacher.public if teacher else b"")
+        self._made.append((link, context))
+        return link
+
+    def close(self) -> None:
+        for one, context in reversed(self._made):
+            one.close()
+            context.term()
+
+
+@pytest.fixture
+def wires() -> Iterator[Wires]:
+    made = Wires()
+    yield made
+    made.close()
+
+
+def until(found: Callable[[], T | None], what: str) -> T:
+    deadline_s = time.monotonic() + HANG_GUARD_S
+    while (result := found()) is None:
+        assert time.monotonic() < deadline_s, f"waited {HANG_GUARD_S:g} s for {what}"
+        time.sleep(0.001)
+    return result
+
+
+def outcome(port: ZmqPort, link: ZmqLink) -> DisaggKDError | Pong:
+    """What a link gets to its ping: an answer, or the error with which it ends. It must not get anything else."""
+    link.send(Ping(token=1))
+
+    def step() -> DisaggKDError | Pong | None:
+        received = port.recv()
+        if received is not None:
+            assert received[1] == Ping(token=1)
+            port.send(received[0], Pong(token=2))
+        try:
+            answer = link.recv()
+        except DisaggKDError as error:
+            return error
+        assert answer in (None, Pong(token=2))
+        return answer if isinstance(answer, Pong) else None
+
+    return until(step, "an answer or an end")
+
+
+def test_owners_of_trusted_keys_get_in(wires: Wires, house: House) -> None:
+    port = wires.port(house.teacher)
+    for _ in range(3):
+        assert isinstance(outcome(port, wires.link(port.endpoint, house.student, house.teacher)), Pong)
+
+
+def test_a_key_that_is_not_trusted_is_refused_and_named_once(
+    wires: Wires, house: House, strangers: House, caplog: pytest.LogCaptureFixture
+) -> None:
+    port = wires.port(house.teacher)
+    for _ in range(3):
+        error = outcome(port, wires.link(port.endpoint, strangers.student, house.teacher))
+        assert isinstance(error, ConfigError)
+        assert f"{port.endpoint} does not trust this trainer's key {strangers.student.public.decode()}" in str(error)
+        assert f"{strangers.student.directory / 'public.key'} copied into the peers" in str(error)
+    said = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(said) == 1
+    assert f"refused 127.0.0.1: its public key {strangers.student.public.decode()} is not in" in said[0]
+
+
+def test_a_teacher_without_the_right_secret_gets_nothing_and_is_told_apart(
+    wires: Wires, house: House, strangers: House
+) -> None:
+    """Somebody else listens at the teacher's address."""
+    port = wires.port(strangers.teacher)
+    error = outcome(port, wires.link(port.endpoint, house.student, house.teacher))
+    assert isinstance(error, PeerLost)
+    assert "it does not own a key in" in str(error)
+
+
+@pytest.mark.parametrize("attempt", range(5))  # who notices first differs from time to time
+@pytest.mark.parametrize("side", ["teacher", "student"])
+def test_keys_on_one_side_only_are_said_in_the_same_words_every_time(
+    wires: Wires, house: House, side: str, attempt: int
+) -> None:
+    port = wires.port(house.teacher if side == "teacher" else None)
+    link = wires.link(port.endpoint, *((house.student, house.teacher) if side == "student" else (None, None)))
+    error = outcome(port, link)
+    assert isinstance(error, ConfigError)
+    here, there = ("with", "without") if side == "student" else ("without", "with")
+    assert str(error) == (
+        f"{port.endpoint} was started {there} --auth, this trainer {here} it; allowed: both, or neither"
+    )
+
+
+def test_that_somebody_did_not_get_in_is_logged_once_of_each_kind(
+    wires: Wires, house: House, strangers: House, caplog: pytest.LogCaptureFixture
+) -> None:
+    port = wires.port(house.teacher)
+    for _ in range(3):
+        assert isinstance(outcome(port, wires.link(port.endpoint, house.student, strangers.teacher)), PeerLost)
+
+    def said() -> list[str] | None:
+        port.recv()
+        found = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+        return found if len(found) == 2 else None
+
+    assert sorted(until(said, "two lines in the log")) == [
+        f"{port.endpoint}: somebody connected and did not get in: it broke off",  # the links that asked why
+        f"{port.endpoint}: somebody connected and did not get in: it took another key for this teacher's",
+    ]
+
+
+def test_a_key_can_be_added_and_withdrawn_while_the_teacher_serves(
+    wires: Wires, house: House, strangers: House
+) -> None:
+    port = wires.port(house.teacher)
+    newcomer = house.teacher.directory / "peers" / "newcomer.pub"
+    assert isinstance(outcome(port, wires.link(port.endpoint, strangers.student, house.teacher)), ConfigError)
+    shutil.copy(strangers.student.directory / "public.key", newcomer)
+    staying = wires.link(port.endpoint, strangers.student, house.teacher)
+    assert isinstance(outcome(port, staying), Pong)
+    newcomer.unlink()
+    assert isinstance(outcome(port, wires.link(port.endpoint, strangers.student, house.teacher)), ConfigError)
+    assert isinstance(outcome(port, staying), Pong)  # as docs/security.md says
+
+
+def test_keys_that_became_unreadable_let_nobody_in(
+    wires: Wires, house: House, caplog: pytest.LogCaptureFixture
+) -> None:
+    port = wires.port(house.teacher)
+    (house.teacher.directory / "peers" / "broken.pub").write_text("not a key")
+    assert isinstance(outcome(port, wires.link(port.endpoint, house.student, house.teacher)), ConfigError)
+    assert "broken.pub holds no key" in caplog.text
+
+
+def test_a_trainer_tries_every_teacher_key_that_it_trusts(
+    wires: Wires, house: House, strangers: House, caplog: pytest.LogCaptureFixture
+) -> None:
+    """While a teacher changes its key, its trainers trust the old one and the new one."""
+    shutil.copy(strangers.teacher.directory / "public.key", house.student.directory / "peers" / "a-new-one.pub")
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    port = wires.port(house.teacher)
+    links = ZmqLinks(context, port.endpoint, keyring=house.student)
+    outcomes = []
+    for _ in range(4):
+        link = links()
+        outcomes.append(type(outcome(port, link)))
+        link.close()
+    context.term()
+    assert outcomes == [PeerLost, Pong, Pong, Pong]
+    assert "no key exchange succeeded" not in caplog.text
+
+
+def test_that_no_key_fits_is_logged(
+    wires: Wires, house: House, strangers: House, caplog: pytest.LogCaptureFixture
+) -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    port = wires.port(strangers.teacher)
+    links = ZmqLinks(context, port.endpoint, keyring=house.student)
+    for _ in range(5):
+        link = links()
+        assert isinstance(outcome(port, link), PeerLost)
+        link.close()
+    context.term()
+    assert caplog.text.count("no key exchange succeeded, with any key in") == 1
+
+
+def test_without_somebody_who_decides_nobody_gets_in(house: House) -> None:
+    """Authentication fails closed."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    server = context.socket(zmq.ROUTER)
+    server.setsockopt(zmq.CURVE_SERVER, 1)
+    server.setsockopt(zmq.CURVE_SECRETKEY, house.teacher.secret)
+    ZapHandler.guard(server)
+    server.bind("tcp://127.0.0.1:*")
+    link = ZmqLink(
+        context,
+        server.getsockopt_string(zmq.LAST_ENDPOINT),
+        keyring=house.student,
+        teacher_key=house.teacher.public,
+    )
+    link.send(Ping(token=1))
+
+    def end() -> DisaggKDError | None:
+        assert not server.poll(0)
+        try:
+            assert link.recv() is None
+        except DisaggKDError as error:
+            return error
+        return None
+
+    assert isinstance(until(end, "the end of the link"), PeerLost)
+    link.close()
+    server.close(linger=0)
+    context.term()
+
+
+SECRET_WORDS = "the winter palace is empty"
+
+
+@pytest.mark.parametrize("with_keys", [True, False])
+def test_somebody_in_the_network_reads_nothing(wires: Wires, house: House, with_keys: bool) -> None:
+    """Without keys it reads everything: the tap is not deaf."""
+    keys = (house.student, house.teacher) if with_keys else (None, None)
+    port = wires.port(keys[1])
+    with tapped(port.endpoint) as tap:
+        link = wires.link(tap.endpoint, *keys)
+        link.send(Goodbye(reason=SECRET_WORDS))
+        received = until(port.recv, "the message")
+        port.send(received[0], Goodbye(reason=SECRET_WORDS[::-1]))
+        assert until(link.recv, "the answer") == Goodbye(reason=SECRET_WORDS[::-1])
+        for words in (SECRET_WORDS, SECRET_WORDS[::-1]):
+            assert (words.encode() in tap.heard) is not with_keys
+
+
+def test_the_largest_request_that_a_teacher_takes_fits_its_frames() -> None:
+    from ring.core import codec
+    from ring.core.messages import FillId, Request
+
+    num_tokens = 4096
+    worst = TokenRequest(
+        token_ids=b"\xff" * (4 * num_tokens),
+        doc_lengths=(1,) * num_tokens,
+        row_ranges=tuple((n, n + 1) for n in range(num_tokens)),
+        input_hash=bytes(64),
+    )
+    frame = codec.encode(Request(fill=FillId(2**53, 2**31 - 1, 65_535), payload=worst, time_left_s=1e9))
+    assert len(frame) - 2**20 < 16 * num_tokens
+    assert longest_request_bytes(num_tokens) >= len(frame)
+    assert longest_request_bytes(2**40) == codec.MAX_FRAME_BYTES
