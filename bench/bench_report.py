@@ -7,11 +7,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from bench.claims import layouts, memory, models, page
+from bench.claims import layouts, memory, models, page, wires
 from bench.claims.pair import Pair, own_pair, random_pair
 from bench.claims.runs import Run
 from bench.claims.section import Section
@@ -21,6 +22,7 @@ from ring.command import flag, parse, run, set_up_logging
 from ring.core.errors import ConfigError
 
 PROG = "bench.report"
+Made = TypeVar("Made")
 #: The teacher of the claims about memory: too large to sit beside the student under the cap.
 LARGE_TEACHER = {"hidden_size": 1024, "num_layers": 12}
 MEMORY_STEPS, MEMORY_BATCH = 8, 4
@@ -106,7 +108,7 @@ def _sections(config: ReportConfig, root: Path, progress: Progress) -> Iterator[
         ring_depth=config.ring_depth,
         device=config.device,
     )
-    pair = _pair_made(progress, "models and text", lambda: _pair(config, root))
+    pair = _one(progress, "models and text", lambda: _pair(config, root))
     curves = _all(progress, "the same loss", 4, layouts.curves(pair, shape, root))
     paced = _all(progress, "the pace", 3, layouts.paced(pair, shape, root))
     large, few = _large_pair(config, root, pair), replace(shape, steps=MEMORY_STEPS, batch_size=MEMORY_BATCH)
@@ -118,7 +120,9 @@ def _sections(config: ReportConfig, root: Path, progress: Progress) -> Iterator[
     yield layouts.fused_alone(paced)
     yield memory.trainer_process(held)
     yield memory.out_of_memory(held)
+    records = _one(progress, "the transports", lambda: wires.measure(root))
     yield models.forms(paced, curves, held, shape, models.TeacherShape.of(pair.teacher))
+    yield wires.transports(records)
 
 
 def _pair(config: ReportConfig, root: Path) -> Pair:
@@ -149,7 +153,7 @@ def _about(config: ReportConfig) -> str:
     )
 
 
-def _pair_made(progress: Progress, title: str, work: Callable[[], Pair]) -> Pair:
+def _one(progress: Progress, title: str, work: Callable[[], Made]) -> Made:
     task = progress.add_task(title, total=1)
     found = work()
     progress.update(task, completed=1)
