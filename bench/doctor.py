@@ -26,8 +26,8 @@ from ring.core.errors import ConfigError, DisaggKDError
 from ring.core.messages import FillId
 from transport import registry, ucx_core, ucx_library
 from transport.contract import Receiver, wait_readable
+from transport.devices import INFINIBAND, rdma_devices
 from transport.memory import SlotArena
-from transport.ucx_link import INFINIBAND, rdma_devices
 
 PROG = "disaggkd doctor"
 GOOD, INFO, BAD = "good", "info", "bad"

@@ -31,6 +31,7 @@ from ring.core.errors import DeadlineExceeded, PeerLost, RemoteProtocolError, Tr
 from ring.core.messages import Description, FillId
 from transport import ucx_core, ucx_library
 from transport.contract import Capabilities, Sender, Ticket
+from transport.devices import local_host_towards, rdma_devices
 from transport.fills import check_put, total_bytes
 from transport.host import host_id as own_host_id
 from transport.memory import SlotArena, as_bytes
@@ -51,9 +52,7 @@ from transport.ucx_link import (
     TOKEN_BYTES,
     WHO,
     Link,
-    local_host_towards,
     payload_tag,
-    rdma_devices,
 )
 from transport.ucx_receiver import UcxReceiver
 

@@ -7,20 +7,17 @@ which travels in the OFFER. What another channel, an earlier life or a given-up 
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
-import ipaddress
 import os
 import select
-import socket
 import struct
 import time
 from collections import deque
-from pathlib import Path
 
-from ring.core.errors import ConfigError, TransportError
+from ring.core.errors import TransportError
 from ring.core.messages import FillId
 from transport import ucx_core
+from transport.devices import net_devices
 from transport.host import host_id
 from transport.ucx_core import Connection, Message, Transfer, Worker
 from transport.wakeup import Wakeup
@@ -39,8 +36,6 @@ TO_STUDENT, TO_TEACHER = b"to the student", b"to the teacher"
 _PAYLOAD = struct.Struct("<qQQQQ")
 _POLL_BUDGET_S = 2e-3  # then the owner's other work has its turn
 _GOODBYE_TIMEOUT_S = 0.2
-_SIOCGIFADDR = 0x8915
-INFINIBAND = Path("/sys/class/infiniband")
 
 
 def control_tag(token: bytes, direction: bytes) -> int:
@@ -193,63 +188,3 @@ def _say_goodbye(worker: Worker, connection: Connection, tag: int) -> None:
         worker.progress(budget_s=_POLL_BUDGET_S)
     except TransportError:
         return  # it broke meanwhile, which the other side sees as well
-
-
-# ---- devices -------------------------------------------------------------------------------------------------------
-
-
-def rdma_devices() -> list[str]:
-    """The RDMA devices of this machine with an active port, as UCX calls them."""
-    found = []
-    for state in sorted(INFINIBAND.glob("*/ports/*/state")):
-        if "ACTIVE" in state.read_text():
-            found.append(f"{state.parts[-4]}:{state.parts[-2]}")
-    return found
-
-
-def net_devices(local_host: str) -> str | None:
-    """What UCX may use for a channel at that local address: its interface, and the RDMA devices unless it is loopback.
-
-    None: whatever UCX finds. Raises ConfigError: it is not an address of this machine."""
-    try:
-        address = ipaddress.ip_address(socket.getaddrinfo(local_host, None, type=socket.SOCK_STREAM)[0][4][0])
-        if address.is_unspecified:
-            raise ConfigError(f"ucx: {local_host!r} is every address; give the one that the other side can reach")
-        name = interface_of(address)
-    except OSError as error:
-        raise ConfigError(f"ucx: {local_host!r} is not an address of this machine: {error}") from error
-    if address.is_loopback:
-        return name
-    return None if name is None else ",".join([name, *rdma_devices()])
-
-
-def interface_of(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> str | None:
-    """The name of the interface that has this address; None: it can't be told. Raises ConfigError: none has it."""
-    if address.is_loopback:
-        return "lo"
-    if address.version == 6:
-        for line in Path("/proc/net/if_inet6").read_text().splitlines():
-            number, *_, name = line.split()
-            if int(number, 16) == int(address):
-                return name
-        return None
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            try:
-                found = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", os.fsencode(name)[:15]))
-            except OSError:
-                continue  # it has no address
-            if found[20:24] == address.packed:
-                return name
-    return None  # a second address of an interface
-
-
-def local_host_towards(host: str) -> str:
-    """The address of this machine that reaches the host. Raises TransportError: none does."""
-    try:
-        family, kind, _, _, where = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(where)
-            return str(probe.getsockname()[0])
-    except OSError as error:
-        raise TransportError(f"ucx: {host!r} can't be reached from here: {error}") from error

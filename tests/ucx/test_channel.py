@@ -17,8 +17,9 @@ from ring.core.messages import FillId
 from tests.transport.peers import HANG_GUARD_S, Peer, payload, payload_digest, resources
 from tests.ucx.conftest import REPOSITORY
 from transport import registry, ucx, ucx_library
+from transport.devices import net_devices
 from transport.memory import SlotArena
-from transport.ucx_link import TO_STUDENT, TO_TEACHER, control_tag, net_devices, payload_tag
+from transport.ucx_link import TO_STUDENT, TO_TEACHER, control_tag, payload_tag
 from transport.ucx_receiver import UcxReceiver
 
 MIB = 1 << 20

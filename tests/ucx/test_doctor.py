@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from bench import cli, doctor
-from transport import ucx_library, ucx_link
+from transport import devices, ucx_library
 
 
 def findings(capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[int, dict[str, dict[str, Any]]]:
@@ -40,7 +40,7 @@ def test_an_rdma_device_that_can_not_be_used_is_bad_and_says_what_to_do(
 ) -> None:
     make_device(tmp_path, "mlx5_0", "4: ACTIVE", {0: "fe80:0000:0000:0000:0000:0000:0000:0001"})
     make_device(tmp_path, "mlx5_1", "1: DOWN", {})
-    for module in (doctor, ucx_link):
+    for module in (doctor, devices):
         monkeypatch.setattr(module, "INFINIBAND", tmp_path)
     monkeypatch.setenv("UCX_IB_GID_INDEX", "3")
     code, found = findings(capsys, "--seconds", "0")
