@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# What the virtual machine needs, fetched once into a cache: a kernel with soft-RoCE, and a UCX with verbs.
+# What the virtual machine needs, fetched or made once and cached: a kernel with soft-RoCE, a UCX with verbs, and disks
+# with all that Python imports from.
 # Prints the cache directory; exit 75 and one line if something can't be had here.
 set -euo pipefail
 cache=${DISAGGKD_RDMA_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/disaggkd/rdma}
@@ -13,7 +14,8 @@ mkdir -p "$cache"
 
 # --- programs --------------------------------------------------------------------------------------------------------
 missing=()
-for need in qemu-system-x86_64:qemu-system-x86 busybox:busybox-static modprobe:kmod cpio:cpio ip:iproute2 rdma:iproute2; do
+for need in qemu-system-x86_64:qemu-system-x86 busybox:busybox-static modprobe:kmod cpio:cpio \
+  ip:iproute2 rdma:iproute2 tc:iproute2 mkfs.erofs:erofs-utils; do
   command -v "${need%%:*}" >/dev/null || missing+=("${need##*:}")
 done
 [ -e /usr/lib/x86_64-linux-gnu/libibverbs/librxe-rdmav34.so ] || ls /usr/lib/x86_64-linux-gnu/libibverbs/librxe-* >/dev/null 2>&1 ||
@@ -55,4 +57,21 @@ PY
   for private in "$ucx"/nixl_cu12.libs/libibverbs-*.so.*; do ln -sf /usr/lib/x86_64-linux-gnu/libibverbs.so.1 "$private"; done
   touch "$ucx/done"
 fi
+
+# --- disks: the standard library and the installed packages; see vm.sh. Made anew when a package was installed --------
+mkdir -p "$cache/disks"; : >"$cache/images.new"
+"$python" -c 'import sysconfig; print(sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sep="\n")' | while read -r directory; do
+  made_of=$({ echo "$directory"; "$python" -VV; find "$directory" -maxdepth 1 -name '*.dist-info' -printf '%f %T@\n' | sort; } | sha256sum)
+  image=$cache/disks/${made_of:0:16}.erofs
+  if [ ! -e "$image" ]; then
+    # Without headers, and without what only checks or draws.
+    mkfs.erofs --quiet --preserve-mtime -x-1 \
+      --exclude-regex='^(site-packages/|test/|(mypy|mypyc|libucx|pip|matplotlib|fontTools|torch/include)(/|$))' \
+      "$image.new" "$directory" >"$cache/disks.log" 2>&1 || give_up "could not make $image; see $cache/disks.log"
+    mv "$image.new" "$image"
+  fi
+  echo "$image $directory" >>"$cache/images.new"
+done
+mv "$cache/images.new" "$cache/images"
+for image in "$cache"/disks/*; do grep -qF "$image " "$cache/images" || rm -f "$image"; done
 echo "$cache"
