@@ -25,6 +25,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import pytest
 
 from examples.demo.__main__ import DemoConfig
+from planner.settings import PlanSettings
 from ring.command import parse
 from ring.core.errors import ConfigError
 from ring.core.messages import RefusalCode
@@ -44,6 +45,7 @@ COMMANDS: dict[str, tuple[str, Any]] = {
     "teacher.serve": ("Flags of teacher.serve", ServeConfig),
     "student.train": ("Flags of student.train", TrainConfig),
     "examples.demo": ("Flags of the demo", DemoConfig),
+    "planner": ("Flags of planner", PlanSettings),
 }
 #: What every command has from the parser.
 COMMON_FLAGS = {"--config", "--help", "--print_config"}
