@@ -68,8 +68,8 @@ def test_json_says_what_the_tables_say(capsys: pytest.CaptureFixture[str]) -> No
     found = answer(capsys)
     assert found["schema_version"] == 1
     assert found["verdict"]["choice"] == "colocated"
-    assert found["teacher"]["num_params"] == 34_660_610_688
-    assert sum(found["student"]["num_params_by_component"].values()) == found["student"]["num_params"]
+    assert found["teacher_model"]["num_params"] == 34_660_610_688
+    assert sum(found["student_model"]["num_params_by_component"].values()) == found["student_model"]["num_params"]
     for layout in found["layouts"]:
         memory = layout["memory"]
         moments = {name: sum(terms.values()) for name, terms in memory["bytes_by_moment"].items()}
