@@ -44,7 +44,7 @@ def expect_lost(student: Student) -> None:
     assert "Traceback" not in student.log
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["SIGKILL", "SIGSTOP"])
 def test_a_run_whose_teacher_is_killed_or_stopped_in_the_middle_of_a_transfer_ends_with_exit_3(
     start: Start, inputs: Inputs, number: signal.Signals
 ) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import pytest
 
 from tests.rdma.devices import CONTRACT, RC, RUNS, UD
 from tests.rdma.forks import Forked
@@ -32,11 +35,25 @@ def test_the_contract_holds_over_rc_and_its_bytes_are_sent_by_the_devices(contra
     say("slowest tests:\n" + "\n".join(line for line in contract_over_rc.output.splitlines() if "s call " in line))
 
 
-def test_payloads_and_fences_hold_over_ud(start_suite: StartSuite, say: Say) -> None:
-    check(start_suite(CONTRACT, UD, "-k", "test_t1 or test_t5 or test_t9_a_payload"), say, "ud")
+@dataclass(frozen=True)
+class SmallerSuites:
+    over_ud: Forked
+    under_loss: Forked
 
 
-def test_payloads_are_intact_when_one_packet_in_a_hundred_is_lost(start_suite: StartSuite, say: Say) -> None:
+@pytest.fixture(scope="module")
+def smaller(start_suite: StartSuite) -> Iterator[SmallerSuites]:
+    """Both at a time, as the machine has two processors; nothing else uses the cables any more."""
     with RUNS.disturbed("loss", "1%"):
-        suite = start_suite(RUNS, RC, "-k", "test_t1_payload or test_t5_the_source")
-        check(suite, say, "rc, 1 % of packets lost")
+        yield SmallerSuites(
+            over_ud=start_suite(CONTRACT, UD, "-k", "test_t1 or test_t5 or test_t9_a_payload"),
+            under_loss=start_suite(RUNS, RC, "-k", "test_t1_payload or test_t5_the_source"),
+        )
+
+
+def test_payloads_and_fences_hold_over_ud(smaller: SmallerSuites, say: Say) -> None:
+    check(smaller.over_ud, say, "ud")
+
+
+def test_payloads_are_intact_when_one_packet_in_a_hundred_is_lost(smaller: SmallerSuites, say: Say) -> None:
+    check(smaller.under_loss, say, "rc, one packet in a hundred lost")

@@ -86,6 +86,7 @@ fi
 if [ -w /dev/kvm ] && grep -qwE 'vmx|svm' /proc/cpuinfo; then machine=(-accel kvm -cpu host)
 # Emulated AVX is slower than SSE.
 else machine=(-accel tcg,thread=multi -cpu Nehalem); fi
+exec 3> >(cat); printer_pid=$!  # a pipe, whatever our output is: it is opened by name
 qemu-system-x86_64 -M q35 "${machine[@]}" -smp 2 -m "${DISAGGKD_RDMA_MIB:-6144}" \
   -nodefaults -no-reboot -display none -kernel "$cache/kernel/boot/vmlinuz-$version" -initrd "$initrd" \
   -serial "file:$cache/console.log" \
@@ -93,13 +94,15 @@ qemu-system-x86_64 -M q35 "${machine[@]}" -smp 2 -m "${DISAGGKD_RDMA_MIB:-6144}"
   -device virtio-serial-pci -chardev file,id=out,path=/dev/fd/1,append=on -device virtserialport,chardev=out,nr=1,name=out \
   "${drives[@]}" \
   -virtfs local,path=/,mount_tag=files,security_model=none,readonly=on,multidevs=remap \
-  -virtfs local,path="$share",mount_tag=share,security_model=none,multidevs=remap </dev/null > >(cat) &
+  -virtfs local,path="$share",mount_tag=share,security_model=none,multidevs=remap </dev/null >&3 3>&- &
 machine_pid=$!
+exec 3>&-
 for ((second = 0; second < limit_s; second++)); do
   kill -0 "$machine_pid" 2>/dev/null || break
   if [ "$second" = "$boot_limit_s" ] && [ ! -e "$share/booted" ]; then break; fi
   sleep 1
 done
+kill -KILL "$machine_pid" 2>/dev/null || true; wait "$machine_pid" "$printer_pid" 2>/dev/null || true; machine_pid=
 if [ -e "$share/booted" ]; then code=124; else code=125; fi
 if [ -s "$share/code" ]; then code=$(cat "$share/code")
 elif [ "$code" = 125 ]; then echo "test-rdma: the virtual machine did not boot; see $cache/console.log" >&2
