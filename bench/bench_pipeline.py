@@ -29,6 +29,7 @@ from ring.command import flag, parse, run, set_up_logging
 from ring.core.errors import ConfigError
 from student.config import TrainConfig
 from student.loss import Head
+from student.parallel.ranks import Ranks
 from student.train.teachers import Teachers, connected
 from transport import registry
 
@@ -210,6 +211,7 @@ def _connected(config: PipelineConfig, teacher: TeacherProcess) -> Iterator[Teac
         max_rows=config.rows,
         max_tokens=config.rows,
         max_document_tokens=config.rows,
+        ranks=Ranks.alone(torch.device("cpu")),
     ) as teachers:
         yield teachers
 

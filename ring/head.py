@@ -12,50 +12,66 @@ import torch
 
 from ring.core.config import Expectation
 from ring.core.errors import RemoteProtocolError
-from ring.core.messages import HeadInfo, HeadRequest
+from ring.core.messages import HEAD_DIGEST_BYTES, HeadInfo, HeadRequest
 from ring.prefetch import TORCH_DTYPES, Ring
 from transport.memory import as_bytes
 
 
-def fetch_head(ring: Ring) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The whole head: weight [vocab, hidden] and bias [vocab] or None, in the head's dtype, owned by the caller.
+def fetch_head(ring: Ring, *, columns: tuple[int, int] | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The head: weight [vocab, hidden] and bias [vocab] or None, in the head's dtype, owned by the caller.
 
+    columns: first and last + 1 of those that are wanted; None: all.
     Call it after `ring.open` and before the first `ring.submit`. Raises RemoteProtocolError: the bytes do not hash to
-    what the teacher announced. Raises TeacherLost."""
-    head, slot_bytes = ring.welcome.head, ring.slot_bytes
-    whole = torch.empty(head.num_bytes, dtype=torch.uint8)
-    target = as_bytes(whole)
-    offsets = range(0, head.num_bytes, slot_bytes)
+    what the teacher announced (of some columns: to what it says of them). Raises TeacherLost."""
+    head = ring.welcome.head
+    start, stop = columns or (0, head.vocab_size)
+    columns_bytes = columns_num_bytes(head, stop - start)
+    if columns_bytes == 0:
+        return split_head(torch.empty(0, dtype=torch.uint8), head, num_columns=0)
+    # The announced hash is over the whole head. Behind the bytes of some columns the teacher sends their own.
+    num_bytes = columns_bytes + (0 if columns is None else HEAD_DIGEST_BYTES)
+    fetched = torch.empty(num_bytes, dtype=torch.uint8)
+    target = as_bytes(fetched)
+    offsets = range(0, num_bytes, ring.slot_bytes)
     asked = 0
     for offset in offsets:
         while asked < len(offsets) and ring.can_submit:
-            _ask(ring, head, offsets[asked], seq=asked - len(offsets))
+            piece = (offsets[asked], min(offsets[asked] + ring.slot_bytes, num_bytes))
+            _ask(ring, head, (start, stop), piece, seq=asked - len(offsets))
             asked += 1
         lease = ring.next_lease()
         target[offset : offset + lease.header.num_bytes] = lease.raw()
         lease.release()
-    digest = hashlib.sha256(target).hexdigest()
-    if digest != head.sha256:
-        raise RemoteProtocolError(f"the teacher's head hashes to {digest}; it announced {head.sha256}")
-    return split_head(whole, head)
+    announced = head.sha256 if columns is None else bytes(target[columns_bytes:]).hex()
+    digest = hashlib.sha256(target[:columns_bytes]).hexdigest()
+    if digest != announced:
+        raise RemoteProtocolError(f"the teacher's head hashes to {digest}; it announced {announced}")
+    return split_head(fetched[:columns_bytes], head, num_columns=stop - start)
 
 
-def split_head(whole: torch.Tensor, head: HeadInfo) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Views of the weight and the bias in the head's bytes, `whole` [num_bytes] uint8."""
+def columns_num_bytes(head: HeadInfo, num_columns: int) -> int:
+    """The size of so many columns: their weight, and their bias behind it."""
+    return num_columns * (head.hidden_size + int(head.has_bias)) * head.dtype.itemsize_bytes
+
+
+def split_head(
+    whole: torch.Tensor, head: HeadInfo, *, num_columns: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Views of the weight and the bias in the bytes of so many of the head's columns (None: all), `whole` uint8."""
+    count = head.vocab_size if num_columns is None else num_columns
     dtype = TORCH_DTYPES[head.dtype]
-    weight_bytes = head.vocab_size * head.hidden_size * head.dtype.itemsize_bytes
-    weight = whole[:weight_bytes].view(dtype).view(head.vocab_size, head.hidden_size)
+    weight_bytes = count * head.hidden_size * head.dtype.itemsize_bytes
+    weight = whole[:weight_bytes].view(dtype).view(count, head.hidden_size)
     bias = whole[weight_bytes:].view(dtype) if head.has_bias else None
     return weight, bias
 
 
-def _ask(ring: Ring, head: HeadInfo, offset: int, *, seq: int) -> None:
-    num_bytes = min(ring.slot_bytes, head.num_bytes - offset)
+def _ask(ring: Ring, head: HeadInfo, columns: tuple[int, int], piece: tuple[int, int], *, seq: int) -> None:
+    (start, stop), (first, end) = columns, piece
+    num_bytes = end - first
     # Echoed by the fill, so that one piece can't be taken for another.
-    name = f"head 0:{head.vocab_size} bytes {offset}:{offset + num_bytes}".encode()
+    name = f"head {start}:{stop} bytes {first}:{end}".encode()
     input_hash = hashlib.blake2b(name, digest_size=16).digest()
-    request = HeadRequest(
-        vocab_start=0, vocab_end=head.vocab_size, offset=offset, num_bytes=num_bytes, input_hash=input_hash
-    )
+    request = HeadRequest(vocab_start=start, vocab_end=stop, offset=first, num_bytes=num_bytes, input_hash=input_hash)
     expect = Expectation(num_rows=0, dtype=head.dtype, num_bytes=num_bytes, input_hash=input_hash, cost_tokens=0)
     ring.ask(seq, request, expect)

@@ -14,7 +14,7 @@ import contextlib
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,8 @@ from student.rng import RngState
 
 FORMAT_VERSION = 1
 STATE_FILE, OPTIMIZER_FILE, MODEL_DIR = "state.json", "optimizer.safetensors", "model"
+#: In place of the weights and of OPTIMIZER_FILE where several ranks wrote it; see student.parallel.checkpoint.
+SHARDS_DIR = "shards"
 _STEP_DIR = re.compile(r"step-(\d{8,})")
 _READ_BYTES = 1 << 20
 
@@ -62,8 +64,13 @@ class Checkpoint:
 
     @property
     def model_dir(self) -> Path:
-        """Where the student is loaded from to go on training."""
+        """Where the student is loaded from to go on training; where it is sharded without its weights."""
         return self.path / MODEL_DIR
+
+    @property
+    def is_sharded(self) -> bool:
+        """Weights and optimizer are in the parts that several ranks had of them."""
+        return (self.path / SHARDS_DIR).is_dir()
 
     def optimizer_tensors(self) -> dict[str, torch.Tensor]:
         """The optimizer's state, on the CPU."""
@@ -100,13 +107,24 @@ def write_checkpoint(
         _save_model(directory / MODEL_DIR, model, tokenizer, model_tensors)
         tensors = {name: tensor.detach().contiguous() for name, tensor in optimizer_tensors.items()}
         safetensors.torch.save_file(tensors, directory / OPTIMIZER_FILE)
-        _write_state(directory, state)
 
     needed_bytes = _model_bytes(model, model_tensors) + _num_bytes(optimizer_tensors.values())
+    return write_checkpoint_directory(root, state, fill, needed_bytes=needed_bytes, keep=keep)
+
+
+def write_checkpoint_directory(
+    root: Path, state: TrainState, fill: Callable[[Path], None], *, needed_bytes: int, keep: int
+) -> Path:
+    """As `write_checkpoint`, of what `fill` writes into the directory that it is given."""
+
+    def complete(directory: Path) -> None:
+        fill(directory)
+        _write_state(directory, state)
+
     path = root / f"step-{state.step:08d}"
     with _failure(f"checkpoint of step {state.step}"):
         recover_checkpoints(root)
-        write_directory(path, fill, needed_bytes=needed_bytes)
+        write_directory(path, complete, needed_bytes=needed_bytes)
     _remove_oldest(root, upto_step=state.step, keep=keep)
     return path
 
@@ -129,14 +147,14 @@ def recover_checkpoints(root: Path) -> None:
     recover(root, "step-*")
 
 
-def open_checkpoint(path: Path) -> Checkpoint:
-    """The checkpoint at a path, every byte of it verified.
+def open_checkpoint(path: Path, *, read_all: bool = True) -> Checkpoint:
+    """The checkpoint at a path, every byte of it verified; without `read_all` (another rank did that) only the sizes.
 
     Raises ConfigError: it is missing, torn, damaged, or of another format.
     """
     if not path.is_dir():
         raise ConfigError(f"checkpoint {path}: no such directory")
-    return Checkpoint(path, _verified_state(path, read_all=True))
+    return Checkpoint(path, _verified_state(path, read_all=read_all))
 
 
 def latest_checkpoint(root: Path) -> tuple[Checkpoint | None, tuple[SkippedCheckpoint, ...]]:

@@ -79,6 +79,12 @@ class TrainConfig:
     loss_precision: Literal["fp32", "fast"] = flag("fp32", "logits of fp32 quality, or as the inputs' dtype gives")
     workspace_bytes: int | None = flag(None, "bytes the fused loss may use; default: it chooses")
 
+    fsdp: bool = flag(False, "torchrun: each rank keeps a part of every parameter (FSDP2), gathered where it is used")
+    reshard_after_forward: bool = flag(True, "--fsdp: blocks let go of whole weights between forward and backward")
+    vocab_parallel: int = flag(1, "torchrun: ranks that share one pair of heads, each with a part of the vocabulary")
+    replicas_per_rank: int = flag(0, "replicas of --teacher that each rank uses, in turn; 0: all")
+    rank_timeout: float = flag(300.0, "seconds that a silent rank is waited for before the others end", metavar="S")
+
     ring_depth: int = flag(3, "slots: microbatches asked for, filled or being read at one time")
     ring_spares: int = flag(2, "further slots that replace quarantined ones")
     teacher_timeout: float = flag(60.0, "seconds without any replica before the run ends with exit 3", metavar="S")
@@ -100,14 +106,24 @@ class TrainConfig:
     debug: bool = flag(False, "log more, and print tracebacks")
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "grad_accum", "ring_depth", "max_batch_tokens", "keep_checkpoints"):
+        for name in (
+            "batch_size",
+            "grad_accum",
+            "ring_depth",
+            "max_batch_tokens",
+            "keep_checkpoints",
+            "vocab_parallel",
+        ):
             _require(self, name, getattr(self, name) >= 1, ">= 1")
         _require(self, "max_length", self.max_length >= 2, ">= 2")
-        for name in ("ring_spares", "warmup_steps", "checkpoint_every", "eval_every", "eval_samples", "threads"):
+        for name in (
+            *("ring_spares", "warmup_steps", "checkpoint_every", "eval_every", "eval_samples", "threads"),
+            "replicas_per_rank",
+        ):
             _require(self, name, getattr(self, name) >= 0, ">= 0")
         for name in ("kd_weight", "ce_weight", "weight_decay", "clip_norm"):
             _require(self, name, 0 <= getattr(self, name) < float("inf"), ">= 0")
-        for name in ("lr", "temperature", "teacher_timeout", "peer_timeout", "request_timeout"):
+        for name in ("lr", "temperature", "teacher_timeout", "peer_timeout", "request_timeout", "rank_timeout"):
             _require(self, name, 0 < getattr(self, name) < float("inf"), "> 0")
         _require(self, "min_lr_frac", 0 <= self.min_lr_frac <= 1, "0 to 1")
         for name in ("jsd_teacher_weight", "skew_alpha"):
@@ -124,8 +140,17 @@ class TrainConfig:
             raise ConfigError(f"--steps {self.steps} and --epochs {self.epochs}: give one of them")
         if self.auth is not None and self.insecure:
             raise ConfigError("--auth and --insecure: give one of them")
+        if self.vocab_parallel > 1 and self.loss != "fused":
+            raise ConfigError(f"--vocab-parallel {self.vocab_parallel} and --loss {self.loss}: allowed with fused only")
         if self.kd_weight == 0 and self.ce_weight == 0:
             raise ConfigError("--kd-weight and --ce-weight are both 0: nothing to learn from; raise one of them")
+
+    def check_alone(self) -> None:
+        """Raises ConfigError: a setting that only several ranks can have."""
+        for name in ("fsdp", "vocab_parallel"):
+            if getattr(self, name) not in (False, 1):
+                wanted = "ranks, as torchrun --nproc-per-node N -m student.train starts them"
+                raise ConfigError(f"--{name.replace('_', '-')} needs {wanted}")
 
     @property
     def endpoints(self) -> tuple[str, ...]:

@@ -153,17 +153,18 @@ def write_summary(path: Path, summary: Mapping[str, object]) -> None:
 
 
 class Reporter:
-    """Progress: a bar on a terminal, about twenty plain lines elsewhere. A context manager."""
+    """Progress: a bar on a terminal, about twenty plain lines elsewhere, nothing where `silent`. A context manager."""
 
     PLAIN_LINES = 20
 
-    def __init__(self, *, num_steps: int, first_step: int) -> None:
+    def __init__(self, *, num_steps: int, first_step: int, silent: bool = False) -> None:
+        self._silent = silent
         self._num_steps = num_steps
         self._every = max(1, num_steps // self.PLAIN_LINES)
         self._first = first_step
         self._progress: Progress | None = None
         self._task: TaskID | None = None
-        if sys.stdout.isatty():
+        if sys.stdout.isatty() and not silent:
             self._progress = Progress(
                 TextColumn("{task.description}"),
                 BarColumn(),
@@ -202,6 +203,8 @@ class Reporter:
             self._print(text)
 
     def _print(self, text: str) -> None:
+        if self._silent:
+            return
         try:
             print(text, flush=True)
         except BrokenPipeError:

@@ -143,6 +143,11 @@ class DistilledStudent(nn.Module):
             **group,
         )
 
+    @property
+    def num_copies_of_loss(self) -> int:
+        """How many ranks get one and the same loss from a forward: those of a vocabulary group."""
+        return 1 if self._vocab is None else self._vocab.group.size
+
     def _student_head(self) -> Head:
         head = self.model.get_output_embeddings()
         spec = self.head_spec

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from planner.head_spec import HeadSpec
 from ring.core.errors import LocalProtocolError, RemoteProtocolError
-from ring.core.messages import HeadInfo, HeadRequest, TokenRequest, WireDtype
+from ring.core.messages import HEAD_DIGEST_BYTES, HeadInfo, HeadRequest, TokenRequest, WireDtype
 from ring.determinism import fix_kernels
 from teacher.batching import Span, plan_passes
 from teacher.body import TORCH_DTYPES, SplitModel
@@ -247,19 +247,29 @@ class TeacherModel:
         """sha256 of these columns' bytes: the weight's, row-major, then the bias's. Raises like `head_columns`."""
         return head_sha256(*self.head_columns(vocab_start, vocab_end))
 
-    def head_piece(self, request: HeadRequest) -> list[Tensor]:
-        """The bytes that a HEAD_REQUEST asks for, as uint8 slices of the weight and the bias (not copied); joined they
-        are `[offset, offset + num_bytes)` of the columns' bytes.
-
-        Raises RemoteProtocolError: no such columns, or no such bytes in them."""
+    def check_head_request(self, request: HeadRequest) -> None:
+        """Raises RemoteProtocolError: no such columns, or no such bytes in them and in the hash behind them."""
         weight_CH, bias_C = self.head_columns(request.vocab_start, request.vocab_end)
-        parts = [part.view(-1).view(torch.uint8) for part in (weight_CH, bias_C) if part is not None]
-        total_bytes, end = sum(len(part) for part in parts), request.offset + request.num_bytes
+        columns_bytes = weight_CH.nbytes + (0 if bias_C is None else bias_C.nbytes)
+        total_bytes, end = columns_bytes + HEAD_DIGEST_BYTES, request.offset + request.num_bytes
         if not 0 <= request.offset < end <= total_bytes:
             raise RemoteProtocolError(
                 f"head bytes [{request.offset}, {end}) of columns [{request.vocab_start}, {request.vocab_end}); "
                 f"allowed: not empty, within 0..{total_bytes}"
             )
+
+    def head_piece(self, request: HeadRequest) -> list[Tensor]:
+        """The bytes that a HEAD_REQUEST asks for, as uint8 slices of the weight and the bias (not copied); joined they
+        are `[offset, offset + num_bytes)` of the columns' bytes and the sha256 that stands behind them.
+
+        Raises as `check_head_request`."""
+        self.check_head_request(request)
+        weight_CH, bias_C = self.head_columns(request.vocab_start, request.vocab_end)
+        parts = [part.view(-1).view(torch.uint8) for part in (weight_CH, bias_C) if part is not None]
+        end = request.offset + request.num_bytes
+        if end > sum(len(part) for part in parts):
+            digest = bytearray.fromhex(self.head_columns_sha256(request.vocab_start, request.vocab_end))
+            parts.append(torch.frombuffer(digest, dtype=torch.uint8))
         pieces, part_start = [], 0
         for part in parts:
             piece = part[max(0, request.offset - part_start) : max(0, end - part_start)]

@@ -149,7 +149,9 @@ class TeacherService:
                 self._work_arrived.wait(timeout_s)
 
     def compute_turn(self) -> bool:
-        """Run one forward pass over what is asked, if anything is; returns whether there was work."""
+        """Run one forward pass over what is asked, if anything is; returns whether there was work.
+
+        Raises what the model raises, only where `raises_failures` is set."""
         with self._lock:
             if self._closed:
                 return False
@@ -177,6 +179,8 @@ class TeacherService:
                 pending.remove(work)
                 self._hand_over(work, parts)
         except Exception as failure:
+            if self._config.raises_failures:
+                raise
             # Whatever the model raised concerns this pass only: the students hear of it and decide.
             error = f"{type(failure).__name__}: {failure}"
             logger.warning("the forward pass failed: %s", error, exc_info=logger.isEnabledFor(logging.DEBUG))
@@ -298,7 +302,7 @@ class TeacherService:
             if isinstance(payload, TokenRequest):
                 self._model.check_request(payload, max_batch_tokens=self._config.max_batch_tokens)
             else:
-                self._model.head_piece(payload)
+                self._model.check_head_request(payload)
         except RemoteProtocolError as error:
             # Refused alone: the student's other requests are none the worse for it.
             refusal = Refuse(student.name, request.fill, RefusalCode.INVALID, str(error))

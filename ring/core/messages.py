@@ -18,6 +18,10 @@ Scalar = str | int | bytes
 Description = Mapping[str, Scalar]
 
 
+#: Of the sha256 that stands behind the bytes of any columns of the head.
+HEAD_DIGEST_BYTES = 32
+
+
 class FillId(NamedTuple):
     """Names one fill: the `attempt`-th time that `seq` was asked for, to be written into `slot`."""
 
@@ -147,7 +151,8 @@ class TokenRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class HeadRequest:
-    """Asks for bytes `[offset, offset + num_bytes)` of head columns `[vocab_start, vocab_end)`, bias after weight."""
+    """Asks for bytes `[offset, offset + num_bytes)` of head columns `[vocab_start, vocab_end)`: weight, bias, and the
+    sha256 of both."""
 
     vocab_start: int
     vocab_end: int

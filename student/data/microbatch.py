@@ -111,11 +111,21 @@ def build_microbatch(dataset: TokenDataset, planned: PlannedMicroBatch, *, pad_i
 
 
 def sequential_microbatches(
-    dataset: TokenDataset, *, batch_size: int, pad_id: int = 0, max_samples: int | None = None
+    dataset: TokenDataset,
+    *,
+    batch_size: int,
+    pad_id: int = 0,
+    max_samples: int | None = None,
+    rank: int = 0,
+    world_size: int = 1,
 ) -> Iterator[MicroBatch]:
-    """The first `max_samples` samples in order, one to a sequence: for evaluation, which has no seq and no plan."""
+    """The first `max_samples` samples in order, one to a sequence: for evaluation, which has no seq and no plan.
+
+    Of several ranks each gets its turn's microbatches, and as many as every other: the last may be without data.
+    """
     num_samples = dataset.num_samples if max_samples is None else min(max_samples, dataset.num_samples)
-    for begin in range(0, num_samples, batch_size):
+    for turn in range(0, num_samples, batch_size * world_size):
+        begin = min(turn + rank * batch_size, num_samples)
         ids: Sequence[int] = range(begin, min(begin + batch_size, num_samples))
         yield build_microbatch(
             dataset, PlannedMicroBatch(seq=None, sequences=tuple((sample_id,) for sample_id in ids)), pad_id=pad_id

@@ -6,7 +6,6 @@ collective whose time-out would have to be as long as a teacher may take.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -25,25 +24,22 @@ class Standing(IntEnum):
 @dataclass(frozen=True)
 class Verdict:
     """What the ranks agreed on. `signal`: the number that asked for the end, where one did. `lost`: ranks without a
-    teacher."""
+    teacher, and the exit code that each of them ends with."""
 
     standing: Standing
     signal: int
-    lost: tuple[int, ...]
+    lost: tuple[tuple[int, int], ...]
 
 
-def agree(ranks: Ranks, standing: Standing, *, signal: int = 0) -> Verdict:
-    """One round of words among all ranks. Raises RankLost.
+def agree(ranks: Ranks, standing: Standing, *, signal: int = 0, exit_code: int = 0) -> Verdict:
+    """One round of words among all ranks. exit_code: of what was lost. Raises RankLost.
 
     STOPPING counts only while some rank waits: when all are ready, the step is finished first."""
-    rows = ranks.gather([int(standing), signal])
+    rows = ranks.gather([int(standing), signal, exit_code])
     standings = [Standing(row[0]) for row in rows]
     signals = [row[1] for row in rows if row[1]]
     highest = max(standings)
     if highest == Standing.WAITING and signals:
         highest = Standing.STOPPING
-    return Verdict(highest, signals[0] if signals else 0, _where(standings, Standing.LOST))
-
-
-def _where(standings: Sequence[Standing], wanted: Standing) -> tuple[int, ...]:
-    return tuple(rank for rank, standing in enumerate(standings) if standing == wanted)
+    lost = tuple((rank, row[2]) for rank, row in enumerate(rows) if row[0] == Standing.LOST)
+    return Verdict(highest, signals[0] if signals else 0, lost)

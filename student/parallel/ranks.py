@@ -138,6 +138,16 @@ class Ranks:
         return self.world_size > 1
 
     @property
+    def has_groups(self) -> bool:
+        """Whether torch's collectives are there: they may be in a world of one too."""
+        return self.mesh is not None
+
+    @property
+    def patient_group(self) -> dist.ProcessGroup | None:
+        """For what may take long, such as writing a checkpoint."""
+        return self._patient
+
+    @property
     def vocab_mesh(self) -> DeviceMesh | None:
         """Dimensions `data` and `vocab`; None where every rank has whole heads."""
         return self._vocab_mesh
@@ -219,6 +229,14 @@ class Ranks:
         with self._lost_ranks():
             all_gather(gathered.view(-1), own.view(-1), group)
         return gathered
+
+    def failure_of(self, error: Exception) -> RankLost:
+        """What an error in the midst of a step means for the run: the others are not asked any more."""
+        lines = str(error).splitlines() or [""]
+        return RankLost(
+            f"rank {self.rank}: {type(error).__name__}: {lines[0]} (where another rank has ended, its own words say "
+            f"why)"
+        )
 
     @contextmanager
     def _lost_ranks(self) -> Iterator[None]:

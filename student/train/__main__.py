@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import sys
 from collections.abc import Sequence
 
@@ -19,11 +21,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     def command() -> None:
         config = with_demo_defaults(parse(TrainConfig, arguments, prog=PROG, description=__doc__ or ""))
         set_up_logging(debug=config.debug)
-        print(f"{PROG}\n{describe(config)}", file=sys.stderr, flush=True)
+        is_first = os.environ.get("RANK", "0") == "0"
+        if is_first:
+            print(f"{PROG}\n{describe(config)}", file=sys.stderr, flush=True)
+        elif not config.debug:
+            # What all ranks have to say the first one says.
+            logging.getLogger("student").setLevel(logging.WARNING)
         # Only now: `--help` and a wrong flag are answered without loading torch.
+        from student.parallel.ranks import launched
         from student.train.run import train
 
-        train(config)
+        train(config, launched())
 
     return run(command, prog=PROG, debug=debug)
 

@@ -13,16 +13,21 @@ from types import FrameType
 
 import torch
 
-from ring.core.errors import ConfigError, DisaggKDError
+from ring.core.errors import ConfigError, DisaggKDError, TeacherLost
 from ring.prefetch import Ring
 from student.checkpoint import CheckpointError
 from student.data import MicroBatch, MicroBatchPlan, PlannedStep, TokenDataset, sequential_microbatches
 from student.loss import KDOutput
-from student.metrics import MetricsFile, Reporter, StepMetrics, peak_rss_bytes
-from student.model import DistilledStudent, evaluate
-from student.optim import Schedule, StudentOptimizer, clip_gradients
+from student.metrics import Reporter, StepMetrics, peak_rss_bytes
+from student.model import evaluate
+from student.optim import Schedule
+from student.parallel.ranks import RankFailed, RankLost, Ranks
 from student.rng import RngState, capture_rng, restore_rng
 from student.train.feed import Feed, Stopped
+from student.train.parts import Trained
+from student.train.records import Records
+from student.train.resume import Progress
+from student.train.totals import RingTotals, StepTotals, over_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +44,10 @@ class Diverged(DisaggKDError):
     """The gradient is not finite; the step was not taken."""
 
 
+#: Errors that all ranks end a step with together: they can still write a checkpoint.
+AGREED_ERRORS = (TeacherLost, RankFailed, Diverged)
+
+
 @dataclass(frozen=True, kw_only=True)
 class LoopSettings:
     """clip_norm: None only measures. *_every: steps; 0 = never between start and end. eval_samples: None = all."""
@@ -52,68 +61,39 @@ class LoopSettings:
     device: torch.device
 
 
-@dataclass(kw_only=True)
-class Progress:
-    """Where the run is: the last step taken, and the position that a checkpoint of it stores."""
-
-    step: int
-    position: int
-    samples: int = 0
-    rows: int = 0
-
-
-@dataclass(frozen=True)
-class RingTotals:
-    """Running sums of the ring that steps report differences of. Zeros without a ring."""
-
-    student_stall_s: float = 0.0
-    teacher_stall_s: float = 0.0
-    bytes_received: int = 0
-    retries: int = 0
-    occupancy: int = 0
-
-    @classmethod
-    def of(cls, ring: Ring | None) -> RingTotals:
-        if ring is None:
-            return cls()
-        now = ring.stats()
-        machine = now.machine
-        occupancy = machine.num_filled + machine.num_leased
-        return cls(now.student_stall_s, machine.teacher_stall_s, machine.bytes_received, machine.retries, occupancy)
-
-
 class Loop:
     """Trains from `progress` to the end of the plan."""
 
     def __init__(
         self,
         *,
-        module: DistilledStudent,
-        optimizer: StudentOptimizer,
+        trained: Trained,
         schedule: Schedule,
         plan: MicroBatchPlan,
         feed: Feed,
         ring: Ring | None,
+        ranks: Ranks,
         eval_data: TokenDataset | None,
         settings: LoopSettings,
         progress: Progress,
         save: Callable[[Progress], None],
-        step_file: MetricsFile,
-        eval_file: MetricsFile,
+        records: Records | None,
         eval_losses: dict[int, float],
     ) -> None:
-        """save: writes a checkpoint of the present state. eval_losses: held-out losses so far, by step."""
-        self._module = module
-        self._optimizer = optimizer
+        """save: writes a checkpoint of the present state. records: None on ranks that keep none. eval_losses: held-out
+        losses so far, by step."""
+        self._module = trained.module
+        self._shares = trained.shares
+        self._optimizer = trained.optimizer
         self._schedule = schedule
         self._plan = plan
         self._feed = feed
         self._ring = ring
+        self._ranks = ranks
         self._eval_data = eval_data
         self._settings = settings
         self._save = save
-        self._step_file = step_file
-        self._eval_file = eval_file
+        self._records = records
         self._saved_step = progress.step
         self._stop_signal = 0
         self._updating = False
@@ -124,7 +104,8 @@ class Loop:
         """Raises TeacherLost, Interrupted, Diverged or what else ends a step: a checkpoint of the last step taken is
         there."""
         num_steps = self._plan.num_steps
-        with self._signals(), Reporter(num_steps=num_steps, first_step=self.progress.step) as reporter:
+        first, is_first = self.progress.step, self._ranks.is_first
+        with self._signals(), Reporter(num_steps=num_steps, first_step=first, silent=not is_first) as reporter:
             if self._evaluates_after(self.progress.step):
                 # Before the first step; or a stop in the midst of this evaluation ended the run before.
                 self._evaluate(reporter)
@@ -133,17 +114,21 @@ class Loop:
                 before, generators = RingTotals.of(self._ring), capture_rng()
                 try:
                     metrics = self._step(planned, before, started_s)
-                except Stopped:
+                except Stopped as stopped:
                     self._checkpoint_before_step(generators)
-                    raise Interrupted(self._stop_signal, self.progress.step) from None
+                    raise Interrupted(stopped.signal, self.progress.step) from None
                 except DisaggKDError as error:
-                    self._checkpoint_at_the_end(generators, error)
+                    if not self._ranks.are_many or isinstance(error, AGREED_ERRORS):
+                        self._checkpoint_at_the_end(generators, error)
                     raise
-                except Exception:
+                except Exception as error:
                     # Out of memory, mostly. Whatever it is, it is not to cost the steps before it.
+                    if self._ranks.are_many:
+                        raise self._ranks.failure_of(error) from error
                     self._try_to_checkpoint(generators)
                     raise
-                self._step_file.write(metrics)
+                if self._records is not None:
+                    self._records.steps.write(metrics)
                 reporter.step(metrics)
                 self._between_steps(reporter)
                 started_s = time.monotonic()
@@ -156,19 +141,20 @@ class Loop:
         device = self._settings.device
         parts = torch.zeros(3, dtype=torch.float64, device=device)
         forward_before_s = self._feed.counts.forward_s
-        self._optimizer.zero_grad()
+        self._shares.zero_grad()
         seqs = [batch.seq for batch in planned.microbatches if batch.seq is not None]
         tokens = 0
         for _ in planned.microbatches:
             batch = self._feed.next()
             tokens += batch.num_tokens
-            with self._feed.states(batch, stopping=lambda: bool(self._stop_signal)) as states:
+            with self._feed.states(batch, stop_signal=lambda: self._stop_signal) as states:
                 out = self._forward(batch, states, num_rows=planned.num_rows)
                 torch.autograd.backward(out.loss)
             parts += torch.stack([out.loss.detach(), out.kd, out.ce]).double()
-        norm = float(clip_gradients(self._module.parameters(), max_norm=self._settings.clip_norm))
+        self._shares.collect_gradients()
+        norm = self._shares.clip(max_norm=self._settings.clip_norm)
         if not math.isfinite(norm):
-            self._optimizer.zero_grad()
+            self._shares.zero_grad()
             raise Diverged(
                 f"step {planned.step}: the gradient norm is {norm}; the step was not taken: lower --lr, or look at the "
                 f"data of samples {planned.sample_ids[:8].tolist()}"
@@ -181,31 +167,46 @@ class Loop:
         progress.samples += len(planned.sample_ids)
         progress.rows += planned.num_rows
         self._updating = False
-        loss, kd, ce = parts.tolist()
-        step_s = time.monotonic() - started_s
+        # With a vocabulary group each of its ranks has the loss of all of them.
+        loss, kd, ce = (parts / self._module.num_copies_of_loss).tolist()
         after = RingTotals.of(self._ring)
+        own = StepTotals(
+            loss=loss,
+            kd=kd,
+            lm_loss=ce,
+            tokens=tokens,
+            teacher_s=self._feed.counts.forward_s - forward_before_s,
+            teacher_stall_s=after.teacher_stall_s - before.teacher_stall_s,
+            bytes_received=after.bytes_received,
+            retries=after.retries,
+            student_stall_s=after.student_stall_s - before.student_stall_s,
+            ring_occupancy=before.occupancy,
+            peak_rss_bytes=peak_rss_bytes(),
+        )
+        total = over_ranks(own, self._ranks)
+        step_s = time.monotonic() - started_s
         return StepMetrics(
             step=planned.step,
             epoch=planned.epoch,
             position=planned.next_position,
             seq_first=min(seqs, default=-1),
             seq_last=max(seqs, default=-1),
-            lm_loss=ce,
-            kd=kd,
-            loss=loss,
+            lm_loss=total.lm_loss,
+            kd=total.kd,
+            loss=total.loss,
             rows=planned.num_rows,
             samples=len(planned.sample_ids),
             lr=lr,
             grad_norm=norm,
-            tokens_per_s=tokens / step_s,
+            tokens_per_s=total.tokens / step_s,
             step_s=step_s,
-            teacher_s=self._feed.counts.forward_s - forward_before_s,
-            student_stall_s=after.student_stall_s - before.student_stall_s,
-            teacher_stall_s=after.teacher_stall_s - before.teacher_stall_s,
-            ring_occupancy=before.occupancy,
-            bytes_received=after.bytes_received,
-            retries=after.retries,
-            peak_rss_bytes=peak_rss_bytes(),
+            teacher_s=total.teacher_s,
+            student_stall_s=total.student_stall_s,
+            teacher_stall_s=total.teacher_stall_s,
+            ring_occupancy=total.ring_occupancy,
+            bytes_received=int(total.bytes_received),
+            retries=int(total.retries),
+            peak_rss_bytes=int(total.peak_rss_bytes),
         )
 
     def _forward(self, batch: MicroBatch, states: torch.Tensor | None, *, num_rows: int) -> KDOutput:
@@ -234,9 +235,13 @@ class Loop:
             self._evaluate(reporter)
         if settings.checkpoint_every and step % settings.checkpoint_every == 0:
             self._checkpoint()
-        if self._stop_signal:
+        if stop_signal := self._agreed_signal():
             self._checkpoint()
-            raise Interrupted(self._stop_signal, step)
+            raise Interrupted(stop_signal, step)
+
+    def _agreed_signal(self) -> int:
+        """The signal that any rank got; 0: none. Raises RankLost."""
+        return max(row[0] for row in self._ranks.gather([self._stop_signal]))
 
     def _evaluates_after(self, step: int) -> bool:
         every = self._settings.eval_every
@@ -252,21 +257,31 @@ class Loop:
             batch_size=settings.batch_size,
             pad_id=settings.pad_id,
             max_samples=settings.eval_samples,
+            rank=self._ranks.rank,
+            world_size=self._ranks.world_size,
         )
         try:
-            result = evaluate(self._module, self._until_stopped(batches), device=settings.device)
-        except Stopped:
+            result = evaluate(
+                self._module, self._until_stopped(batches), device=settings.device, sum_over_ranks=self._sum_over_ranks
+            )
+        except Stopped as stopped:
             self._checkpoint()
-            raise Interrupted(self._stop_signal, step) from None
+            raise Interrupted(stopped.signal, step) from None
         self.eval_losses[step] = result.nats_per_row
-        self._eval_file.write({"step": step, "eval_loss": result.nats_per_row, "rows": result.num_rows})
+        if self._records is not None:
+            record = {"step": step, "eval_loss": result.nats_per_row, "rows": result.num_rows}
+            self._records.evaluations.write(record)
         reporter.say(f"step {step}: held-out loss {result.nats_per_row:.4f} nats/token over {result.num_rows} tokens")
 
     def _until_stopped(self, batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
         for batch in batches:
-            if self._stop_signal:
-                raise Stopped("the run is to stop in the midst of an evaluation")
+            if stop_signal := self._agreed_signal():
+                raise Stopped("the run is to stop in the midst of an evaluation", signal=stop_signal)
             yield batch
+
+    def _sum_over_ranks(self, nats: float, num_rows: int) -> tuple[float, int]:
+        rows = self._ranks.gather_floats([nats / self._module.num_copies_of_loss, num_rows])
+        return sum(row[0] for row in rows), int(sum(row[1] for row in rows))
 
     def _checkpoint(self) -> None:
         if self._saved_step != self.progress.step:
@@ -282,7 +297,7 @@ class Loop:
         """For an error that ends the run in order. A disk that is full too must not hide it, nor its exit code."""
         try:
             self._checkpoint_before_step(generators)
-        except CheckpointError as failure:
+        except (CheckpointError, RankFailed, RankLost) as failure:
             logger.error(
                 "no checkpoint of step %d: %s; the run ends because of this: %s", self.progress.step, failure, error
             )
@@ -293,7 +308,7 @@ class Loop:
             logger.warning("the error came in the middle of an update: no checkpoint of it is written")
             return
         try:
-            self._optimizer.zero_grad()
+            self._shares.zero_grad()
             self._checkpoint_before_step(generators)
         except Exception as error:  # noqa: BLE001 - said in the log; the caller raises what came first
             logger.warning("no checkpoint of step %d could be written: %s", self.progress.step, error)

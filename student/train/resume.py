@@ -6,19 +6,21 @@ import fcntl
 import hashlib
 import json
 import logging
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from ring.core.errors import ConfigError
-from student.checkpoint import Checkpoint, latest_checkpoint, recover_checkpoints, set_aside_later
+from student.checkpoint import Checkpoint, latest_checkpoint, open_checkpoint, recover_checkpoints, set_aside_later
 from student.config import TrainConfig
 from student.data import MicroBatchPlan, TokenDataset
 from student.metrics import MetricsFile, write_summary
-from student.optim import StudentOptimizer
+from student.parallel.ranks import Ranks
 from student.rng import restore_rng
-from student.train.loop import Progress
+from student.train.parts import Trained
 
 logger = logging.getLogger(__name__)
 
@@ -40,8 +42,6 @@ CURVE_SETTINGS = (
     "packing",
     "steps",
     "epochs",
-    "batch_size",
-    "grad_accum",
     "lr",
     "schedule",
     "warmup_steps",
@@ -53,8 +53,20 @@ CURVE_SETTINGS = (
     "precision",
     "seed",
 )
+#: Their product with the number of ranks is one of them; on as many ranks each of the two is.
+CUT_SETTINGS = ("batch_size", "grad_accum")
 #: With --deterministic they are part of the curve too: each changes the order of some sum.
 EXACT_SETTINGS = ("deterministic", "threads", "workspace_bytes", "device")
+
+
+@dataclass(kw_only=True)
+class Progress:
+    """Where the run is: the last step taken, and the position that a checkpoint of it stores."""
+
+    step: int
+    position: int
+    samples: int = 0
+    rows: int = 0
 
 
 @dataclass(frozen=True)
@@ -105,7 +117,17 @@ def claimed(root: Path) -> Iterator[None]:
         yield
 
 
-def checkpoint_to_resume(config: TrainConfig, files: RunFiles) -> Checkpoint | None:
+def choose_checkpoint(config: TrainConfig, files: RunFiles, ranks: Ranks) -> Checkpoint | None:
+    """The checkpoint that all ranks go on from; None = from the beginning. Raises as `checkpoint_to_resume`."""
+    chosen = ranks.together(lambda: checkpoint_to_resume(config, files, ranks) if ranks.is_first else None)
+    name = ranks.from_first(None if chosen is None else chosen.path.name)
+    if name is None or not ranks.are_many:
+        return chosen
+    # Rank 0 has read every byte; that it is there for the others too is what a shared file system means.
+    return ranks.together(lambda: chosen or open_checkpoint(files.checkpoints / str(name), read_all=False))
+
+
+def checkpoint_to_resume(config: TrainConfig, files: RunFiles, ranks: Ranks) -> Checkpoint | None:
     """The checkpoint to go on from; None = from the beginning.
 
     Raises ConfigError: --out holds another run, or no whole checkpoint, or one of other settings; nothing is lost."""
@@ -124,25 +146,29 @@ def checkpoint_to_resume(config: TrainConfig, files: RunFiles) -> Checkpoint | N
     if checkpoint is None:
         logger.info("nothing to resume in %s: starting from the beginning", files.root)
         return None
-    changed = _changed_settings(config, files)
+    changed = _changed_settings(config, files, ranks)
     if changed:
         raise ConfigError(f"--resume: {'; '.join(changed)}; allowed: the settings that the run began with")
     logger.info("resuming from %s", checkpoint.path)
     return checkpoint
 
 
-def curve_hash(config: TrainConfig, data: TokenDataset, *, teacher_fingerprint: str | None) -> str:
+def curve_hash(config: TrainConfig, data: TokenDataset, ranks: Ranks, *, teacher_fingerprint: str | None) -> str:
     """Over everything that makes the curve what it is: settings, samples, teacher. A checkpoint carries it."""
-    content = [_curve(config), data.content_hash(), teacher_fingerprint]
+    sequences_a_step = config.batch_size * config.grad_accum * ranks.world_size
+    content = [_curve(config), sequences_a_step, data.content_hash(), teacher_fingerprint]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def identify(config: TrainConfig, files: RunFiles, *, resumes: bool, teacher_fingerprint: str | None) -> None:
+def identify(
+    config: TrainConfig, files: RunFiles, ranks: Ranks, *, resumes: bool, teacher_fingerprint: str | None
+) -> None:
     """Write down what a new run is; see that a resumed one has the same teacher.
 
     Raises ConfigError: it has another one; nothing was changed."""
     if not resumes:
-        write_summary(files.settings, {**asdict(config), "teacher_fingerprint": teacher_fingerprint})
+        settings = {**asdict(config), "ranks": ranks.world_size, "teacher_fingerprint": teacher_fingerprint}
+        write_summary(files.settings, settings)
         return
     before = _settings_before(files).get("teacher_fingerprint", teacher_fingerprint)
     if before != teacher_fingerprint:
@@ -156,11 +182,13 @@ def restore(
     checkpoint: Checkpoint | None,
     *,
     plan: MicroBatchPlan,
-    optimizer: StudentOptimizer,
+    trained: Trained,
+    model: Any,
+    ranks: Ranks,
     files: RunFiles,
     fixed: str,
 ) -> Progress:
-    """Where the run is, with optimizer and random generators as they were there. fixed: its `curve_hash`.
+    """Where the run is, with weights, optimizer and random generators as they were there. fixed: its `curve_hash`.
 
     Nothing may draw random numbers between this and the first step. Raises ConfigError: the data is not the same."""
     if checkpoint is None:
@@ -171,9 +199,18 @@ def restore(
             f"--resume: {checkpoint.path} was made with other data (or {files.settings} was changed or lost, so that "
             f"nothing says which setting or teacher is another one); allowed: what the run began with"
         )
-    set_aside_later(files.checkpoints, step=state.step)
-    optimizer.load_state_tensors(checkpoint.optimizer_tensors())
-    restore_rng(state.rng[0])
+    if ranks.is_first:
+        set_aside_later(files.checkpoints, step=state.step)
+    if checkpoint.is_sharded or ranks.has_groups:
+        from student.parallel.checkpoint import load_model_parts, load_optimizer_parts
+
+        if checkpoint.is_sharded:
+            load_model_parts(checkpoint, model, trained.shares)
+        trained.optimizer.load_state_tensors(load_optimizer_parts(checkpoint, trained.shares))
+    else:
+        trained.optimizer.load_state_tensors(checkpoint.optimizer_tensors())
+    # On another number of ranks no generator's past is right; these are at least not all the same.
+    restore_rng(state.rng[ranks.rank % len(state.rng)])
     return Progress(step=state.step, position=state.position)
 
 
@@ -201,9 +238,22 @@ def _settings_before(files: RunFiles) -> Mapping[str, object]:
     return before if isinstance(before, dict) else {}
 
 
-def _changed_settings(config: TrainConfig, files: RunFiles) -> list[str]:
+def _changed_settings(config: TrainConfig, files: RunFiles, ranks: Ranks) -> list[str]:
     before = _settings_before(files)
     now = json.loads(json.dumps(_curve(config)))
     if before.get("deterministic"):
         now |= {name: getattr(config, name) for name in EXACT_SETTINGS}
-    return [f"--{k.replace('_', '-')} was {before[k]}, now {v}" for k, v in now.items() if before.get(k, v) != v]
+    num_ranks = int(str(before.get("ranks", 1)))
+    cut = {name: getattr(config, name) for name in CUT_SETTINGS}
+    if num_ranks == ranks.world_size:
+        now |= cut
+    changed = [f"--{k.replace('_', '-')} was {before[k]}, now {v}" for k, v in now.items() if before.get(k, v) != v]
+    if num_ranks != ranks.world_size and all(name in before for name in CUT_SETTINGS):
+        was = math.prod(int(str(before[name])) for name in CUT_SETTINGS) * num_ranks
+        is_now = math.prod(cut.values()) * ranks.world_size
+        if was != is_now:
+            changed.append(
+                f"--batch-size x --grad-accum x ranks was {before['batch_size']} x {before['grad_accum']} x {num_ranks}"
+                f", now {config.batch_size} x {config.grad_accum} x {ranks.world_size}"
+            )
+    return changed

@@ -1,183 +1,168 @@
 """One training run, from its configuration to its summary: loads, connects, resumes, trains, exports.
 
 What a run leaves in --out: run.json (its settings), metrics.jsonl, eval.jsonl, checkpoints/, summary.json and, once
-every sample was trained, model/ in Hugging Face format.
+every sample was trained, model/ in Hugging Face format. Of several ranks the first writes all but its checkpoint's
+shards.
 """
 
 from __future__ import annotations
 
 import logging
 import platform
+import signal
 import time
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
 
-from planner.token_map import num_tokens_of, token_map_hash
-from ring.core.errors import ConfigError, DisaggKDError, LocalProtocolError
+from ring.core.errors import DisaggKDError, LocalProtocolError, TeacherLost
 from ring.core.stats import DropCause, RetryCause
-from ring.determinism import fix_kernels
-from student.checkpoint import Checkpoint, TrainState, export_model, write_checkpoint
+from student.checkpoint import Checkpoint
 from student.config import TrainConfig
-from student.data import DataSettings, MicroBatchPlan, TokenDataset, load_data
-from student.loss import FullLogitsLoss, Head, KDLoss
-from student.loss.options import LossOptions
-from student.metrics import MetricsFile, peak_rss_bytes, write_summary
-from student.model import WEIGHT_DTYPES, DistilledStudent, LoadedStudent, load_student
-from student.optim import AdamWSettings, Schedule, StudentOptimizer
-from student.rng import capture_rng
+from student.data import MicroBatchPlan, TokenDataset
+from student.metrics import peak_rss_bytes, write_summary
+from student.parallel.ranks import Launch, RankLost, Ranks
 from student.train.feed import Feed
-from student.train.loop import Loop, LoopSettings, Progress
-from student.train.resume import RunFiles, checkpoint_to_resume, claimed, curve_hash, identify, restore, warn_of_gaps
-from student.train.teachers import Teachers, connected, resolve_device
+from student.train.loop import Diverged, Interrupted, Loop, LoopSettings
+from student.train.parts import Parts, load_parts, make_trained
+from student.train.records import Records
+from student.train.resume import Progress, RunFiles, choose_checkpoint, claimed, curve_hash, identify, restore
+from student.train.saver import Saver
+from student.train.teachers import resolve_device
 
 logger = logging.getLogger(__name__)
 
-#: Full windows of any vocabulary up to 200k columns fit.
-DETERMINISTIC_WORKSPACE_BYTES = 256 * 2**20
+#: Ends that all ranks come to together: what they still do together then can't hang.
+AGREED_ENDS = (TeacherLost, Interrupted, Diverged)
+#: Of the configuration, what each rank may have for itself.
+OWN_SETTINGS = frozenset({"device", "debug"})
 
 
-def train(config: TrainConfig) -> None:
-    """Raises ConfigError, TeacherLost, Interrupted, Diverged, CheckpointError; see docs/operations.md."""
-    assert config.student is not None
+def train(config: TrainConfig, launch: Launch | None = None) -> None:
+    """launch: who this process is among the ranks of the run; None: it is alone.
+
+    Raises ConfigError, TeacherLost, Interrupted, Diverged, CheckpointError, RankFailed, RankLost; see
+    docs/operations.md."""
     files = RunFiles(Path(config.out))
     started_s = time.monotonic()
+    if launch is not None and launch.restarts:
+        logger.info("started anew for the %d. time: going on from the last checkpoint", launch.restarts)
+        config = replace(config, resume=True)
     with ExitStack() as stack:
-        stack.enter_context(claimed(files.root))
-        checkpoint = checkpoint_to_resume(config, files)
-        parts = _parts(stack, config, checkpoint)
-        loop = _loop(stack, config, files, checkpoint, parts)
-        ending = "failed"
+        ranks = _meet(config, launch)
+        ranks.check_equal("settings", {k: v for k, v in asdict(config).items() if k not in OWN_SETTINGS})
+        ranks.together(lambda: stack.enter_context(claimed(files.root)) if ranks.is_first else None)
+        checkpoint = choose_checkpoint(config, files, ranks)
+        parts = load_parts(stack, config, ranks, checkpoint)
+        loop, saver = _loop(stack, config, files, checkpoint, parts)
+        ending, is_agreed = "failed", False
         try:
             loop.run()
             _check_complete(parts.plan, loop.progress)
-            export_model(files.model, model=parts.student.model, tokenizer=parts.student.tokenizer)
-            ending = "finished"
+            saver.export()
+            ending, is_agreed = "finished", True
         except DisaggKDError as error:
-            ending = f"{type(error).__name__}: {error}"
+            ending, is_agreed = f"{type(error).__name__}: {error}", isinstance(error, AGREED_ENDS)
             raise
         finally:
             wall_s = time.monotonic() - started_s
-            summary = _summary(config, loop, parts, ending=ending, wall_s=wall_s)
-            _leave(summary, files.summary, must=ending == "finished")
-    print(f"trained {loop.progress.step} steps, {loop.progress.position} samples; model in {files.model}", flush=True)
+            _end(config, files, loop, parts, ending=ending, is_agreed=is_agreed, wall_s=wall_s)
+    ranks.part()
+    if ranks.is_first:
+        done = f"trained {loop.progress.step} steps, {loop.progress.position} samples; model in {files.model}"
+        print(done, flush=True)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Parts:
-    """What a run is made of, before it is known where it goes on from. `teachers`: None trains on labels alone."""
-
-    device: torch.device
-    student: LoadedStudent
-    data: TokenDataset
-    eval_data: TokenDataset | None
-    plan: MicroBatchPlan
-    schedule: Schedule
-    adamw: AdamWSettings
-    teachers: Teachers | None
-
-
-def _parts(stack: ExitStack, config: TrainConfig, checkpoint: Checkpoint | None) -> _Parts:
-    """The teachers come last: all that can be refused without them is refused before they are waited for."""
-    assert config.student is not None
-    adamw = AdamWSettings(beta1=config.beta1, beta2=config.beta2, weight_decay=config.weight_decay)
-    _set_up_process(config)
-    device = resolve_device(config.device)
-    student = load_student(
-        config.student if checkpoint is None else str(checkpoint.model_dir),
-        dtype=WEIGHT_DTYPES[config.precision],
-        from_config=config.from_config and checkpoint is None,
-        seed=config.seed,
-        device=device,
-    )
-    data, eval_data = _load_data(config, student)
-    plan = _plan(config, data)
-    schedule = Schedule(
-        peak_lr=config.lr,
-        num_steps=plan.num_steps,
-        num_warmup_steps=config.warmup_steps,
-        kind=config.schedule,
-        min_lr_frac=config.min_lr_frac,
-    )
-    return _Parts(
-        device=device,
-        student=student,
-        data=data,
-        eval_data=eval_data,
-        plan=plan,
-        schedule=schedule,
-        adamw=adamw,
-        teachers=_connect(stack, config, student, data, plan),
+def _meet(config: TrainConfig, launch: Launch | None) -> Ranks:
+    """Raises ConfigError: what needs several ranks is asked of one, or what they can't do together."""
+    wants_groups = config.fsdp or config.vocab_parallel > 1
+    if launch is None or (launch.world_size == 1 and not wants_groups):
+        config.check_alone()
+        return Ranks.alone(resolve_device(config.device))
+    return Ranks(
+        launch,
+        device=resolve_device(config.device, local_rank=launch.local_rank),
+        timeout_s=config.rank_timeout,
+        vocab_parallel=config.vocab_parallel,
+        wants_groups=wants_groups,
     )
 
 
-def _loop(stack: ExitStack, config: TrainConfig, files: RunFiles, checkpoint: Checkpoint | None, parts: _Parts) -> Loop:
+def _loop(
+    stack: ExitStack, config: TrainConfig, files: RunFiles, checkpoint: Checkpoint | None, parts: Parts
+) -> tuple[Loop, Saver]:
     """The loop, where the checkpoint left it; from here on --out is this run's."""
-    student, data, plan, teachers = parts.student, parts.data, parts.plan, parts.teachers
-    module = _module(config, student, teachers).to(parts.device)
-    optimizer = StudentOptimizer(module, parts.adamw)
-    fingerprint = None if teachers is None else teachers.fingerprint
-    identify(config, files, resumes=checkpoint is not None, teacher_fingerprint=fingerprint)
-    fixed = curve_hash(config, data, teacher_fingerprint=fingerprint)
-    progress = restore(checkpoint, plan=plan, optimizer=optimizer, files=files, fixed=fixed)
-    step_file = MetricsFile(files.metrics, resume_step=progress.step)
-    stack.callback(step_file.close)
-    warn_of_gaps(step_file, step=progress.step)
-    eval_file = MetricsFile(files.evaluations, resume_step=progress.step)
-    stack.callback(eval_file.close)
+    ranks, plan = parts.ranks, parts.plan
+    trained = make_trained(config, parts)
+    if ranks.is_first:
+        identify(config, files, ranks, resumes=checkpoint is not None, teacher_fingerprint=parts.fingerprint)
+    fixed = curve_hash(config, parts.data, ranks, teacher_fingerprint=parts.fingerprint)
+    model = parts.student.model
 
-    def save(now: Progress) -> None:
-        # First: no checkpoint may survive a power cut without the metrics that lead to it.
-        step_file.sync()
-        eval_file.sync()
-        state = TrainState(
-            step=now.step,
-            position=now.position,
-            config_hash=fixed,
-            schedule=asdict(parts.schedule),
-            rng=(capture_rng(),),
-        )
-        write_checkpoint(
-            files.checkpoints,
-            state,
-            model=student.model,
-            optimizer_tensors=optimizer.state_tensors(),
-            tokenizer=student.tokenizer,
-            keep=config.keep_checkpoints,
-        )
+    def go_on() -> Progress:
+        return restore(checkpoint, plan=plan, trained=trained, model=model, ranks=ranks, files=files, fixed=fixed)
 
-    ring, pad_id = None if teachers is None else teachers.ring, _pad_id(student)
-    return Loop(
-        module=module,
-        optimizer=optimizer,
+    progress = ranks.together(go_on)
+    records = Records.open(stack, files, step=progress.step) if ranks.is_first else None
+    saver = Saver(config=config, files=files, parts=parts, trained=trained, records=records, fixed=fixed)
+    eval_losses = ranks.from_first(None if records is None else list(records.evaluations.column("eval_loss").items()))
+    ring = None if parts.teachers is None else parts.teachers.ring
+    feed = Feed(
+        plan, parts.data, ring, ranks=ranks, position=progress.position, pad_id=parts.pad_id, device=ranks.device
+    )
+    loop = Loop(
+        trained=trained,
         schedule=parts.schedule,
         plan=plan,
-        feed=Feed(plan, data, ring, position=progress.position, pad_id=pad_id, device=parts.device),
+        feed=feed,
         ring=ring,
+        ranks=ranks,
         eval_data=parts.eval_data,
-        settings=_loop_settings(config, pad_id=pad_id, device=parts.device),
+        settings=_loop_settings(config, parts),
         progress=progress,
-        save=save,
-        step_file=step_file,
-        eval_file=eval_file,
-        eval_losses=eval_file.column("eval_loss"),
+        save=saver.save,
+        records=records,
+        eval_losses={int(step): loss for step, loss in eval_losses},
     )
+    return loop, saver
 
 
-def _loop_settings(config: TrainConfig, *, pad_id: int, device: torch.device) -> LoopSettings:
+def _loop_settings(config: TrainConfig, parts: Parts) -> LoopSettings:
     return LoopSettings(
         batch_size=config.batch_size,
         clip_norm=config.clip_norm or None,
         checkpoint_every=config.checkpoint_every,
         eval_every=config.eval_every,
         eval_samples=config.eval_samples or None,
-        pad_id=pad_id,
-        device=device,
+        pad_id=parts.pad_id,
+        device=parts.ranks.device,
     )
+
+
+def _end(
+    config: TrainConfig, files: RunFiles, loop: Loop, parts: Parts, *, ending: str, is_agreed: bool, wall_s: float
+) -> None:
+    """The summary, of all ranks where they still talk to each other; then none leaves before the others."""
+    ranks = parts.ranks
+    if ranks.are_many:
+        # Whoever started the ranks ends the others as soon as one has ended: each is about to.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    own = _ring_numbers(parts)
+    try:
+        numbers = ranks.gather_words(own) if is_agreed else [own]
+        if ranks.is_first:
+            summary = _summary(config, loop, parts, numbers, ending=ending, wall_s=wall_s)
+            _leave(summary, files.summary, must=ending == "finished")
+        if is_agreed:
+            ranks.wait_for_all()
+    except RankLost as error:
+        logger.warning("at the end of the run: %s", error)
 
 
 def _leave(summary: Mapping[str, object], path: Path, *, must: bool) -> None:
@@ -188,120 +173,6 @@ def _leave(summary: Mapping[str, object], path: Path, *, must: bool) -> None:
         if must:
             raise
         logger.warning("%s could not be written: %s", path, error)
-
-
-def _set_up_process(config: TrainConfig) -> None:
-    if config.threads:
-        torch.set_num_threads(config.threads)
-    if config.deterministic:
-        fix_kernels(num_threads=config.threads or torch.get_num_threads())
-    torch.manual_seed(config.seed)
-
-
-def _load_data(config: TrainConfig, student: LoadedStudent) -> tuple[TokenDataset, TokenDataset | None]:
-    if student.max_positions is not None and config.max_length > student.max_positions:
-        raise ConfigError(
-            f"--max-length {config.max_length}: the student has positions for {student.max_positions} tokens"
-        )
-
-    def load(names: tuple[str, ...]) -> TokenDataset:
-        settings = DataSettings(
-            files=names,
-            max_length=config.max_length,
-            long_documents=config.long_documents,
-            cache_dir=config.cache_dir,
-        )
-        return load_data(settings, student.tokenizer, vocab_size=student.num_ids)
-
-    data = load(config.data)
-    logger.info("data: %s", data.report.line())
-    eval_data = load(config.eval_data) if config.eval_data else None
-    if eval_data is not None:
-        logger.info("held-out data: %s", eval_data.report.line())
-    return data, eval_data
-
-
-def _plan(config: TrainConfig, data: TokenDataset) -> MicroBatchPlan:
-    return MicroBatchPlan(
-        row_counts=data.row_counts,
-        lengths=data.lengths,
-        batch_size=config.batch_size,
-        grad_accum=config.grad_accum,
-        epochs=config.epochs,
-        max_steps=config.steps,
-        seed=config.seed,
-        packed_tokens=config.max_length if config.packing else None,
-    )
-
-
-def _connect(
-    stack: ExitStack, config: TrainConfig, student: LoadedStudent, data: TokenDataset, plan: MicroBatchPlan
-) -> Teachers | None:
-    if config.kd_weight == 0:
-        return None
-    if student.tokenizer is None:
-        raise ConfigError(
-            f"student {student.source}: no tokenizer, so nothing says that its token ids mean what the teacher's do; "
-            f"allowed: a directory with the tokenizer, or --kd-weight 0"
-        )
-    token_ids = student.tokenizer.get_vocab()
-    return stack.enter_context(
-        connected(
-            config,
-            token_map_hash=token_map_hash(token_ids),
-            vocab_size=num_tokens_of(token_ids),
-            max_rows=plan.max_microbatch_rows(),
-            max_tokens=plan.max_microbatch_tokens(),
-            max_document_tokens=int(data.lengths.max()),
-        )
-    )
-
-
-def _module(config: TrainConfig, student: LoadedStudent, teachers: Teachers | None) -> DistilledStudent:
-    try:
-        options = LossOptions(
-            divergence=config.divergence,
-            temperature=config.temperature,
-            kd_weight=config.kd_weight,
-            ce_weight=config.ce_weight,
-            teacher_weight=config.jsd_teacher_weight,
-            skew_alpha=config.skew_alpha,
-            precision=config.loss_precision,
-            workspace_bytes=_workspace_bytes(config),
-        )
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-    head = None
-    if teachers is not None:
-        head = Head(
-            weight=teachers.weight,
-            bias=teachers.bias,
-            logit_softcap=teachers.head.logit_softcap,
-            logit_scale=teachers.head.logit_scale,
-            real_vocab=teachers.head.real_vocab,
-        )
-    loss_type = KDLoss if config.loss == "fused" else FullLogitsLoss
-    return DistilledStudent(
-        student.model,
-        student.head_spec,
-        loss=loss_type.from_options(options),
-        teacher_head=head,
-        precision=config.precision,
-        packed=config.packing,
-        gradient_checkpointing=config.gradient_checkpointing,
-    )
-
-
-def _workspace_bytes(config: TrainConfig) -> int | None:
-    """The loss's window, and so the order of its sums, follows from this; by itself it follows from free memory."""
-    if config.workspace_bytes is None and config.deterministic:
-        return DETERMINISTIC_WORKSPACE_BYTES
-    return config.workspace_bytes
-
-
-def _pad_id(student: LoadedStudent) -> int:
-    pad_id = getattr(student.tokenizer, "pad_token_id", None)
-    return int(pad_id) if pad_id is not None and pad_id < student.num_ids else 0
 
 
 def _check_complete(plan: MicroBatchPlan, progress: Progress) -> None:
@@ -324,13 +195,44 @@ def _skipped(data: TokenDataset, plan: MicroBatchPlan) -> dict[str, int]:
     return {reason: num_passes * count for reason, count in reasons.items() if count}
 
 
-def _summary(config: TrainConfig, loop: Loop, parts: _Parts, *, ending: str, wall_s: float) -> dict[str, object]:
-    data, plan, teachers = parts.data, parts.plan, parts.teachers
-    snapshot = None if teachers is None else teachers.ring.stats()
+def _ring_numbers(parts: Parts) -> dict[str, Any]:
+    """What this rank's ring counted."""
+    if parts.teachers is None:
+        return {}
+    snapshot = parts.teachers.ring.stats()
+    machine = snapshot.machine
+    return {
+        "student_stall_s": snapshot.student_stall_s,
+        "teacher_stall_s": machine.teacher_stall_s,
+        "bytes_received": machine.bytes_received,
+        "retries": machine.retries,
+        "retries_by_cause": _counts(machine.retries_by_cause),
+        "drops": machine.drops,
+        "drops_by_cause": _counts(machine.drops_by_cause),
+        "slots_bytes": snapshot.slots_bytes,
+        "transports": dict(snapshot.backends),
+    }
+
+
+def _summary(
+    config: TrainConfig, loop: Loop, parts: Parts, numbers: list[dict[str, Any]], *, ending: str, wall_s: float
+) -> dict[str, object]:
+    """numbers: of each rank's ring; they are added up."""
+    data, plan = parts.data, parts.plan
     evaluations = loop.eval_losses
     skipped = _skipped(data, plan)
+
+    def total(name: str) -> float:
+        added: float = sum(own.get(name, 0) for own in numbers)
+        return added
+
+    def totals(name: str) -> dict[str, int]:
+        counters = [Counter(own.get(name, {})) for own in numbers]
+        return dict(sum(counters, Counter()))
+
     return {
         "ending": ending,
+        "ranks": parts.ranks.world_size,
         "steps": loop.progress.step,
         "expected_steps": plan.num_steps,
         "samples_expected": plan.end_position + sum(skipped.values()),
@@ -339,16 +241,16 @@ def _summary(config: TrainConfig, loop: Loop, parts: _Parts, *, ending: str, wal
         "eval_loss_first": next(iter(evaluations.values()), None),
         "eval_loss_last": next(reversed(evaluations.values()), None),
         "wall_s": wall_s,
-        "student_stall_s": 0.0 if snapshot is None else snapshot.student_stall_s,
-        "teacher_stall_s": 0.0 if snapshot is None else snapshot.machine.teacher_stall_s,
-        "bytes_received": 0 if snapshot is None else snapshot.machine.bytes_received,
-        "retries": 0 if snapshot is None else snapshot.machine.retries,
-        "retries_by_cause": {} if snapshot is None else _counts(snapshot.machine.retries_by_cause),
-        "drops": 0 if snapshot is None else snapshot.machine.drops,
-        "drops_by_cause": {} if snapshot is None else _counts(snapshot.machine.drops_by_cause),
-        "slots_bytes": 0 if snapshot is None else snapshot.slots_bytes,
-        "transports": {} if snapshot is None else dict(snapshot.backends),
-        "teacher_fingerprint": None if teachers is None else teachers.fingerprint,
+        "student_stall_s": float(total("student_stall_s")),
+        "teacher_stall_s": float(total("teacher_stall_s")),
+        "bytes_received": total("bytes_received"),
+        "retries": total("retries"),
+        "retries_by_cause": totals("retries_by_cause"),
+        "drops": total("drops"),
+        "drops_by_cause": totals("drops_by_cause"),
+        "slots_bytes": total("slots_bytes"),
+        "transports": {name: backend for own in numbers for name, backend in own.get("transports", {}).items()},
+        "teacher_fingerprint": parts.fingerprint,
         "peak_rss_bytes": peak_rss_bytes(),
         "versions": {
             "python": platform.python_version(),

@@ -49,6 +49,7 @@ COMMANDS: dict[str, tuple[str, Any]] = {
 }
 #: What every command has from the parser.
 COMMON_FLAGS = {"--config", "--help", "--print_config"}
+TORCHRUN_FLAGS = {"--nproc-per-node", "--nnodes", "--rdzv-endpoint", "--max-restarts"}
 PACKAGES = ("ring", "transport", "teacher", "student", "planner", "bench", "examples")
 DESIGN_WORDS = (
     "slot",
@@ -162,7 +163,7 @@ def test_every_choice_of_a_flag_is_named_in_its_row(command: str) -> None:
 
 
 def test_no_page_names_a_flag_that_does_not_exist() -> None:
-    known = COMMON_FLAGS.union(*(flags_of(config_type) for _, config_type in COMMANDS.values()))
+    known = COMMON_FLAGS.union(TORCHRUN_FLAGS, *(flags_of(config_type) for _, config_type in COMMANDS.values()))
     for page in USER_PAGES:
         named = set(re.findall(r"(?<![\w-])--[a-zA-Z][\w-]*", page.read_text()))
         unknown = sorted(named - known)
@@ -245,7 +246,8 @@ def test_every_error_is_documented_with_its_exit_code() -> None:
     rows, errors = table(OPERATIONS, "Errors and what to do"), error_classes()
     assert_same(set(rows), set(errors), "docs/operations.md, 'Errors and what to do'")
     for name, code in errors.items():
-        wanted = "128 + signal" if code is None else str(code)
+        by_instance = {"Interrupted": "128 + signal", "RankFailed": "as that rank"}
+        wanted = by_instance[name] if code is None else str(code)
         assert rows[name][1] == wanted, f"docs/operations.md: {name} ends a command with {wanted}, not {rows[name][1]}"
 
 
@@ -316,6 +318,9 @@ def test_every_shown_command_line_is_accepted(page: Path, tmp_path: Path, monkey
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
     lines = shell_lines(page)
     for words in lines:
+        if words[0] == "torchrun":
+            # What it starts is as if python did.
+            words = ["python", *words[words.index("-m") :]]
         if words[:2] == ["python", "-m"]:
             assert words[2] in COMMANDS, f"{page.name} shows python -m {words[2]}: no such command"
             try:

@@ -21,9 +21,9 @@ from student.load import LoadedStudent, prepare_student
 from student.loss import Head, KDLoss
 from student.model import DistilledStudent, evaluate
 from student.optim import AdamWSettings, StudentOptimizer
-from student.parallel.layout import Layout
 from student.parallel.ranks import Ranks, launched
 from student.parallel.sharding import shard_fully
+from student.parallel.shares import Shares
 from student.parallel.vocabulary import VocabGroup, VocabShard, shard_vocabulary
 from tests.tiny_models import TOKENIZER_VOCAB, tiny_model
 
@@ -127,8 +127,8 @@ def take_steps(way: Way, ranks: Ranks) -> dict[str, Tensor]:
     dataset = Samples()
     module, student, shard = distilled(way, ranks)
     vocab = {} if shard is None else dict.fromkeys(shard.parameters, shard.num_columns)
-    layout = Layout(module, ranks, vocab=vocab)
-    optimizer = StudentOptimizer(layout.locals(), AdamWSettings(weight_decay=0.01))
+    shares = Shares(module, ranks, vocab=vocab)
+    optimizer = StudentOptimizer(shares.locals(), AdamWSettings(weight_decay=0.01))
     plan = MicroBatchPlan(
         row_counts=dataset.row_counts,
         lengths=dataset.lengths,
@@ -140,7 +140,7 @@ def take_steps(way: Way, ranks: Ranks) -> dict[str, Tensor]:
     )
     losses, norms = [], []
     for step in plan.steps():
-        layout.zero_grad()
+        shares.zero_grad()
         loss = 0.0
         for planned in step.microbatches:
             batch = build_microbatch(dataset, planned)
@@ -149,15 +149,15 @@ def take_steps(way: Way, ranks: Ranks) -> dict[str, Tensor]:
             )
             out.loss.backward()
             loss += float(out.loss.detach()) / way.vocab
-        layout.collect_gradients()
-        norms.append(layout.clip(max_norm=CLIP_NORM))
+        shares.collect_gradients()
+        norms.append(shares.clip(max_norm=CLIP_NORM))
         losses.append(sum(row[0] for row in ranks.gather_floats([loss])))
         optimizer.step(lr=1e-2)
     found = {"loss": torch.tensor(losses, dtype=torch.float64), "norm": torch.tensor(norms, dtype=torch.float64)}
     mine = [build_microbatch(dataset, replace(p, seq=None)) for p in next(iter(plan.steps())).microbatches]
     found["held_out"] = torch.tensor([held_out(module, mine, ranks, way)], dtype=torch.float64)
-    for name, part in layout.parts.items():
-        whole = part.as_whole(part.local.detach())
+    for name, share in shares.by_name.items():
+        whole = share.as_whole(share.local.detach())
         found[f"weights/{name}"] = whole.full_tensor() if hasattr(whole, "full_tensor") else whole
     assert student.model.training
     return found

@@ -20,9 +20,14 @@ from student.loss import KDLoss
 from student.metrics import MetricsFile
 from student.model import DistilledStudent
 from student.optim import Schedule, StudentOptimizer
+from student.parallel.shares import Shares
+from student.parallel.ranks import Ranks
 from student.rng import RngState, capture_rng
 from student.train.feed import Feed
-from student.train.loop import Interrupted, Loop, LoopSettings, Progress
+from student.train.loop import Interrupted, Loop, LoopSettings
+from student.train.parts import Trained
+from student.train.records import Records
+from student.train.resume import Progress
 from tests.student.conftest import student_in_memory
 
 GRAD_ACCUM = 3
@@ -35,10 +40,10 @@ class BreakingFeed(Feed):
     error: Exception
 
     @contextmanager
-    def states(self, batch: MicroBatch, *, stopping: Callable[[], bool]) -> Iterator[torch.Tensor | None]:
+    def states(self, batch: MicroBatch, *, stop_signal: Callable[[], int]) -> Iterator[torch.Tensor | None]:
         if self.counts.microbatches == self.breaks_at:
             raise self.error
-        with super().states(batch, stopping=stopping) as states:
+        with super().states(batch, stop_signal=stop_signal) as states:
             yield states
 
 
@@ -65,17 +70,19 @@ class Trial:
             row_counts=dataset.row_counts, lengths=dataset.lengths, batch_size=2, grad_accum=GRAD_ACCUM, max_steps=2
         )
         device = torch.device("cpu")
-        feed = Feed(plan, dataset, None, position=0, pad_id=0, device=device)
+        ranks = Ranks.alone(device)
+        shares = Shares(module, ranks)
+        feed = Feed(plan, dataset, None, ranks=ranks, position=0, pad_id=0, device=device)
         if error is not None:
-            feed = BreakingFeed(plan, dataset, None, position=0, pad_id=0, device=device)
+            feed = BreakingFeed(plan, dataset, None, ranks=ranks, position=0, pad_id=0, device=device)
             feed.breaks_at, feed.error = GRAD_ACCUM + 2, error
         self.loop = Loop(
-            module=module,
-            optimizer=StudentOptimizer(module),
+            trained=Trained(module=module, shares=shares, optimizer=StudentOptimizer(shares.locals())),
             schedule=Schedule(peak_lr=1e-3, num_steps=2),
             plan=plan,
             feed=feed,
             ring=None,
+            ranks=ranks,
             eval_data=eval_data,
             settings=LoopSettings(
                 batch_size=2,
@@ -88,8 +95,10 @@ class Trial:
             ),
             progress=Progress(step=0, position=0),
             save=save or (lambda now: self.saved.append((now.step, capture_rng()))),
-            step_file=_NotingFile(root / "metrics.jsonl", resume_step=0, note=self.rng_after_step_one),
-            eval_file=MetricsFile(root / "eval.jsonl", resume_step=0),
+            records=Records(
+                _NotingFile(root / "metrics.jsonl", resume_step=0, note=self.rng_after_step_one),
+                MetricsFile(root / "eval.jsonl", resume_step=0),
+            ),
             eval_losses={},
         )
 

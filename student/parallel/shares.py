@@ -30,11 +30,11 @@ class Spread(Enum):
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class Share:
     """This rank's part of one parameter.
 
     owner: the parameter as the module holds it. local: the same memory as a plain parameter, for the optimizer.
-    shape: of the whole. mesh, placements: how parts make the whole; None for a whole one."""
+    shape: of the whole. mesh, placements: how shares make the whole; None for a whole one."""
 
     owner: nn.Parameter
     local: nn.Parameter
@@ -75,32 +75,32 @@ class Part:
         return whole
 
 
-class Layout:
-    """The parts of all trained parameters, by name."""
+class Shares:
+    """The shares of all trained parameters, by name."""
 
     def __init__(self, module: nn.Module, ranks: Ranks, *, vocab: Mapping[nn.Parameter, int] | None = None) -> None:
         """vocab: parameters that are shards of a vocabulary, with the columns of the whole."""
         self._ranks = ranks
-        self.parts = {
-            name: _part(parameter, ranks, (vocab or {}).get(parameter))
+        self.by_name = {
+            name: _share(parameter, ranks, (vocab or {}).get(parameter))
             for name, parameter in module.named_parameters()
             if parameter.requires_grad
         }
 
     def locals(self) -> dict[str, nn.Parameter]:
         """What the optimizer steps, by name."""
-        return {name: part.local for name, part in self.parts.items()}
+        return {name: share.local for name, share in self.by_name.items()}
 
     def zero_grad(self) -> None:
-        for part in self.parts.values():
-            part.drop_gradient()
+        for share in self.by_name.values():
+            share.drop_gradient()
 
     def collect_gradients(self) -> None:
         """Sum the gradients over the ranks that hold the same part: once, after the last microbatch of a step.
 
-        FSDP has summed its own by then. Every rank has the same gradients of the same parts afterwards."""
-        for part in self.parts.values():
-            part.take_gradient()
+        FSDP has summed its own by then. Every rank has the same gradients of the same shares afterwards."""
+        for share in self.by_name.values():
+            share.take_gradient()
         if not self._ranks.are_many:
             return
         self._sum(Spread.WHOLE, None)
@@ -109,13 +109,13 @@ class Layout:
             self._sum(Spread.VOCAB, mesh.get_group("data"))
 
     def _sum(self, spread: Spread, group: dist.ProcessGroup | None) -> None:
-        parts = [part for part in self.parts.values() if part.spread is spread]
-        if not parts:
+        shares = [share for share in self.by_name.values() if share.spread is spread]
+        if not shares:
             return
-        used = torch.tensor([part.local.grad is not None for part in parts], dtype=torch.uint8, device=self._device)
+        used = torch.tensor([share.local.grad is not None for share in shares], dtype=torch.uint8, device=self._device)
         dist.all_reduce(used, op=dist.ReduceOp.MAX, group=group)
         # What no rank used has no gradient, as in one process; what some used has zeros on the others (experts).
-        summed = [part.local for part, flag in zip(parts, used.tolist(), strict=True) if flag]
+        summed = [share.local for share, flag in zip(shares, used.tolist(), strict=True) if flag]
         for parameter in summed:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -129,10 +129,11 @@ class Layout:
         """Scale all gradients down to a joint 2-norm of at most max_norm (None: only measure), over all ranks.
 
         Returns the norm before clipping, equal on every rank."""
-        with_grad = [part for part in self.parts.values() if part.local.grad is not None]
-        norms = {spread: _norm([part.local.grad for part in with_grad if part.spread is spread]) for spread in Spread}
+        with_grad = [share for share in self.by_name.values() if share.local.grad is not None]
+        of_spread = {spread: [s.local.grad for s in with_grad if s.spread is spread] for spread in Spread}
+        norms = {spread: _norm(gradients) for spread, gradients in of_spread.items()}
         norm = norms[Spread.WHOLE]
-        if any(part.spread is not Spread.WHOLE for part in self.parts.values()):
+        if any(share.spread is not Spread.WHOLE for share in self.by_name.values()):
             mesh = self._ranks.vocab_mesh
             num_copies = 1 if mesh is None else mesh.size(0)
             shared = norms[Spread.WORLD].double() ** 2 + norms[Spread.VOCAB].double() ** 2 / num_copies
@@ -140,7 +141,7 @@ class Layout:
             dist.all_reduce(shared)
             norm = (norm.double().to(self._device) ** 2 + shared).sqrt()
         if max_norm is not None:
-            torch.nn.utils.clip_grads_with_norm_([part.local for part in with_grad], max_norm, norm)
+            torch.nn.utils.clip_grads_with_norm_([share.local for share in with_grad], max_norm, norm)
         return float(norm)
 
     @property
@@ -148,16 +149,17 @@ class Layout:
         return self._ranks.device
 
 
-def _part(parameter: nn.Parameter, ranks: Ranks, num_columns: int | None) -> Part:
+def _share(parameter: nn.Parameter, ranks: Ranks, num_columns: int | None) -> Share:
     if isinstance(parameter, DTensor):
         # The same memory: what the optimizer writes here FSDP gathers.
         detached: Any = parameter.detach()
         local = nn.Parameter(detached.to_local())
-        return Part(parameter, local, Spread.WORLD, parameter.shape, parameter.device_mesh, tuple(parameter.placements))
+        mesh, placements = parameter.device_mesh, tuple(parameter.placements)
+        return Share(parameter, local, Spread.WORLD, parameter.shape, mesh, placements)
     if num_columns is not None:
         shape = torch.Size((num_columns, *parameter.shape[1:]))
-        return Part(parameter, parameter, Spread.VOCAB, shape, ranks.vocab_mesh, (Replicate(), Shard(0)))
-    return Part(parameter, parameter, Spread.WHOLE, parameter.shape)
+        return Share(parameter, parameter, Spread.VOCAB, shape, ranks.vocab_mesh, (Replicate(), Shard(0)))
+    return Share(parameter, parameter, Spread.WHOLE, parameter.shape)
 
 
 def _norm(gradients: list[Any]) -> Tensor:

@@ -1,0 +1,161 @@
+"""Checkpoints that all ranks write together: torch's distributed checkpoint (DCP), in safetensors files.
+
+    <root>/step-00000040/shards/   each rank's parts of the model and of the optimizer, with their places in the whole
+                         model/    config and tokenizer
+                         state.json
+
+Parts know their place, so that another number of ranks, or one process, can read them. Rank 0 makes the directory whole
+or not at all, as for one process; a shared file system is the user's part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from student.checkpoint import SHARDS_DIR, Checkpoint, CheckpointError, TrainState, write_checkpoint_directory
+from student.load import quiet_transformers
+from student.parallel.ranks import Ranks
+from student.parallel.shares import Shares
+
+_MODEL, _OPTIMIZER = "model/", "optimizer/"
+#: How the module's names begin where the model's own end.
+_PREFIX = "model."
+
+
+def write_sharded_checkpoint(
+    root: Path,
+    state: TrainState,
+    *,
+    ranks: Ranks,
+    shares: Shares,
+    model: Any,
+    optimizer_tensors: Mapping[str, Tensor],
+    tokenizer: Any | None,
+    keep: int,
+) -> None:
+    """All ranks together write `<root>/step-<step>`, whole and durable; see `student.checkpoint.write_checkpoint`.
+
+    Raises CheckpointError, on every rank: one of them could not write its part. Raises RankLost."""
+    tensors = {_MODEL + name: tensor for name, tensor in _model_tensors(model, shares).items()}
+    tensors |= {_OPTIMIZER + name: tensor for name, tensor in _whole_optimizer(optimizer_tensors, shares).items()}
+
+    def shards(directory: Path | None) -> None:
+        """What every rank does once rank 0 has a directory for it (None: it has none, and says why itself)."""
+        target = ranks.from_first(None if directory is None else str(directory))
+        if target is None:
+            raise CheckpointError(f"checkpoint of step {state.step}: rank 0 could not begin it")
+        ranks.together(lambda: _save(Path(target), tensors, ranks))
+
+    def fill(directory: Path) -> None:
+        began.append(True)
+        shards(directory / SHARDS_DIR)
+        with quiet_transformers():
+            model.config.save_pretrained(directory / "model")
+            if tokenizer is not None:
+                tokenizer.save_pretrained(directory / "model")
+
+    def lead() -> None:
+        try:
+            write_checkpoint_directory(root, state, fill, needed_bytes=_num_bytes(tensors), keep=keep)
+        finally:
+            if not began:
+                ranks.from_first(None)
+
+    began: list[bool] = []
+    # The last word is rank 0's: a checkpoint exists for all or for none.
+    ranks.together(lead if ranks.is_first else lambda: shards(None))
+
+
+def load_model_parts(checkpoint: Checkpoint, model: Any, shares: Shares) -> None:
+    """Fill the student's parameters and buffers with what a sharded checkpoint holds of them, in place."""
+    _load(checkpoint, {_MODEL + name: tensor for name, tensor in _model_tensors(model, shares).items()})
+
+
+def load_optimizer_parts(checkpoint: Checkpoint, shares: Shares) -> dict[str, Tensor]:
+    """This rank's part of the optimizer's state, from a checkpoint of either kind."""
+    if not checkpoint.is_sharded:
+        whole = checkpoint.optimizer_tensors()
+        return {name: _cut(name, tensor, shares) for name, tensor in whole.items()}
+    metadata = HuggingFaceStorageReader(str(checkpoint.path / SHARDS_DIR)).read_metadata()
+    parts: dict[str, Tensor] = {}
+    wanted: dict[str, Tensor] = {}
+    for key, entry in metadata.state_dict_metadata.items():
+        if not key.startswith(_OPTIMIZER) or not isinstance(entry, TensorStorageMetadata):
+            continue
+        name = key.removeprefix(_OPTIMIZER)
+        what, _, parameter = name.partition(".")
+        dtype = entry.properties.dtype
+        if what == "step" or parameter not in shares.by_name:
+            parts[name] = torch.zeros(entry.size, dtype=dtype)
+            wanted[key] = parts[name]
+        else:
+            share = shares.by_name[parameter]
+            parts[name] = torch.zeros_like(share.local, dtype=dtype, requires_grad=False)
+            wanted[key] = share.as_whole(parts[name])
+    _load(checkpoint, wanted)
+    return parts
+
+
+def load_whole_model(checkpoint: Checkpoint, model: Any) -> None:
+    """Fill a model of this process alone with a sharded checkpoint's weights: for export."""
+    tensors = {**dict(model.named_parameters()), **_buffers(model)}
+    _load(checkpoint, {_MODEL + name: tensor.detach() for name, tensor in tensors.items()})
+
+
+def _save(directory: Path, tensors: dict[str, Tensor], ranks: Ranks) -> None:
+    try:
+        writer = HuggingFaceStorageWriter(str(directory), save_distributed=True)
+        save(tensors, storage_writer=writer, process_group=ranks.patient_group)
+    except (OSError, ValueError, RuntimeError, CheckpointException) as error:
+        raise CheckpointError(f"rank {ranks.rank} could not write its part: {error}") from error
+
+
+def _load(checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> None:
+    # Without coordination: each rank knows what it needs, and where in the files it lies.
+    reader = HuggingFaceStorageReader(str(checkpoint.path / SHARDS_DIR))
+    load(tensors, storage_reader=reader, no_dist=True)
+
+
+def _model_tensors(model: Any, shares: Shares) -> dict[str, Tensor]:
+    """By the model's own names: trained parameters as parts of the whole, frozen ones and buffers as they are."""
+    tensors = {
+        name.removeprefix(_PREFIX): share.as_whole(share.local.detach())
+        for name, share in shares.by_name.items()
+        if name.startswith(_PREFIX)
+    }
+    frozen = {name: p.detach() for name, p in model.named_parameters() if name not in tensors}
+    return {**tensors, **frozen, **_buffers(model)}
+
+
+def _buffers(model: Any) -> dict[str, Tensor]:
+    """Those that a checkpoint holds."""
+    persistent = set(model.state_dict())
+    return {name: buffer for name, buffer in model.named_buffers() if name in persistent}
+
+
+def _whole_optimizer(tensors: Mapping[str, Tensor], shares: Shares) -> dict[str, Tensor]:
+    return {name: _as_whole(name, tensor, shares) for name, tensor in tensors.items()}
+
+
+def _as_whole(name: str, tensor: Tensor, shares: Shares) -> Tensor:
+    what, _, parameter = name.partition(".")
+    return tensor if what == "step" else shares.by_name[parameter].as_whole(tensor)
+
+
+def _cut(name: str, tensor: Tensor, shares: Shares) -> Tensor:
+    what, _, parameter = name.partition(".")
+    return tensor if what == "step" or parameter not in shares.by_name else shares.by_name[parameter].cut(tensor)
+
+
+def _num_bytes(tensors: Mapping[str, Tensor]) -> int:
+    return sum(tensor.shape.numel() * tensor.element_size() for tensor in tensors.values())

@@ -1,0 +1,74 @@
+"""What a run leaves on the disk: its checkpoints, whole or in shards, and the trained model."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from student.checkpoint import TrainState, export_model, write_checkpoint
+from student.config import TrainConfig
+from student.rng import RngState, capture_rng
+from student.train.parts import Parts, Trained
+from student.train.records import Records
+from student.train.resume import Progress, RunFiles
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saver:
+    """fixed: the `curve_hash` of the run. records: None on ranks that keep none."""
+
+    config: TrainConfig
+    files: RunFiles
+    parts: Parts
+    trained: Trained
+    records: Records | None
+    fixed: str
+
+    def save(self, now: Progress) -> None:
+        """A checkpoint of the present state; all ranks together. Raises CheckpointError, RankFailed, RankLost."""
+        parts, ranks = self.parts, self.parts.ranks
+        if self.records is not None:
+            # First: no checkpoint may survive a power cut without the metrics that lead to it.
+            self.records.sync()
+        generators = ranks.gather_words(capture_rng().to_json())
+        state = TrainState(
+            step=now.step,
+            position=now.position,
+            config_hash=self.fixed,
+            schedule=asdict(parts.schedule),
+            rng=tuple(RngState.from_json(entry) for entry in generators),
+        )
+        if ranks.has_groups:
+            from student.parallel.checkpoint import write_sharded_checkpoint
+
+            write_sharded_checkpoint(
+                self.files.checkpoints,
+                state,
+                ranks=ranks,
+                shares=self.trained.shares,
+                model=parts.student.model,
+                optimizer_tensors=self.trained.optimizer.state_tensors(),
+                tokenizer=parts.student.tokenizer,
+                keep=self.config.keep_checkpoints,
+            )
+            return
+        write_checkpoint(
+            self.files.checkpoints,
+            state,
+            model=parts.student.model,
+            optimizer_tensors=self.trained.optimizer.state_tensors(),
+            tokenizer=parts.student.tokenizer,
+            keep=self.config.keep_checkpoints,
+        )
+
+    def export(self) -> None:
+        """The trained model as one Hugging Face directory: by rank 0, from the last checkpoint where ranks share it."""
+        ranks, student = self.parts.ranks, self.parts.student
+        if not ranks.has_groups:
+            export_model(self.files.model, model=student.model, tokenizer=student.tokenizer)
+            return
+        from student.export import export_checkpoint
+
+        def lead() -> None:
+            export_checkpoint(self.files.checkpoints, self.files.model)
+
+        ranks.together(lead if ranks.is_first else lambda: None)
