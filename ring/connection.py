@@ -13,6 +13,7 @@ from ring.session import Session
 RECONNECT_MIN_S = 0.25
 RECONNECT_MAX_S = 5.0
 
+#: Raises ConfigError, or TeacherLost where this replica can't come back: then the run is over at once.
 LinkOpener = Callable[[], ControlLink]
 
 

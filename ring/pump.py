@@ -167,6 +167,8 @@ class Pump:
             self._take_refusal(replica, error, now_s)
         except (TransportError, RemoteProtocolError) as error:
             self._end_session(replica, str(error), now_s)
+        except TeacherLost as error:  # of an opener that knows that this replica can't come back
+            self._fail(TeacherLost(f"{replica.name}: {error}: {replica.last_error}"))
         return True
 
     def _take_refusal(self, replica: Replica, error: ConfigError, now_s: float) -> None:

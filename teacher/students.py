@@ -26,7 +26,8 @@ OPEN_TIMEOUT_S = 5.0
 class ServiceConfig:
     """replica: the name shown to students. backends: the transports that may be used, best first.
 
-    deterministic: one request a forward pass, so that states do not depend on what else is asked."""
+    deterministic: one request a forward pass, so that states do not depend on what else is asked. raises_failures: a
+    forward pass that fails raises in `compute_turn`, for a student of the same process; others are told of it."""
 
     replica: str
     backends: tuple[str, ...]
@@ -35,6 +36,7 @@ class ServiceConfig:
     max_students: int = 64
     student_timeout_s: float = 60.0
     deterministic: bool = False
+    raises_failures: bool = False
 
 
 @dataclass(kw_only=True)
