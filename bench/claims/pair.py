@@ -72,7 +72,8 @@ def random_pair(root: Path, corpus: Corpus, *, hidden_size: int, num_layers: int
         build: Any = transformers.AutoModelForCausalLM.from_config
         model = build(transformers.AutoConfig.from_pretrained(shape), dtype=torch.bfloat16)
         aside = root / "teacher.aside"
-        model.save_pretrained(aside)
+        # Small files: what fails for want of memory is to be the weights, not the map of a file that holds all of them.
+        model.save_pretrained(aside, max_shard_size="32MB")
         transformers.AutoTokenizer.from_pretrained(shape).save_pretrained(aside)
         aside.rename(teacher)
     return Pair(
