@@ -43,27 +43,13 @@ def transports(records: Records) -> Section:
     trips = next(record for record in records if "fill_bytes" not in record["settings"])
     largest = max(sizes, key=lambda record: int(record["settings"]["fill_bytes"]))
     names = [key.removesuffix(" gb_per_s") for key in largest["measured"] if key.endswith(" gb_per_s")]
-    rows = []
-    for name in sorted(names, key=lambda name: -_median(largest, f"{name} gb_per_s")):
-        speed = _median(largest, f"{name} gb_per_s")
-        rows.append(
-            (
-                name,
-                f"{speed:.2f}",
-                _share(speed, largest, MEMCPY),
-                _share(speed, largest, STREAM),
-                _shown(largest, f"{name} cpu_s_per_gb", "{:.2f}"),
-                _shown(trips, f"{name} trip_s", "{:.0f} us", 1e6),
-            )
-        )
+    rows = [_row(name, largest, trips) for name in sorted(names, key=lambda name: -_speed(largest, name))]
     checks = [check for record in sizes for check in record["checks"] if check["target"] is not None]
     missed = [check for check in checks if check["verdict"] == "failed"]
     megabytes = int(largest["settings"]["fill_bytes"]) >> 20
     curve = charts.lines(
         {
-            name: [
-                (int(record["settings"]["fill_bytes"]) / 2**20, _median(record, f"{name} gb_per_s")) for record in sizes
-            ]
+            name: [(int(record["settings"]["fill_bytes"]) / 2**20, _speed(record, name)) for record in sizes]
             for name in names
             if name != MEMCPY
         },
@@ -104,12 +90,24 @@ def transports(records: Records) -> Section:
     )
 
 
+def _row(name: str, record: Mapping[str, Any], trips: Mapping[str, Any]) -> tuple[str, ...]:
+    speed = _speed(record, name)
+    return (
+        name,
+        f"{speed:.2f}",
+        *(f"{speed / _speed(record, base):.2f}" for base in (MEMCPY, STREAM)),
+        _shown(record, f"{name} cpu_s_per_gb", "{:.2f}"),
+        _shown(trips, f"{name} trip_s", "{:.0f} us", 1e6),
+    )
+
+
+def _speed(record: Mapping[str, Any], name: str) -> float:
+    """GB/s."""
+    return _median(record, f"{name} gb_per_s")
+
+
 def _median(record: Mapping[str, Any], name: str) -> float:
     return float(record["measured"][name]["median"])
-
-
-def _share(speed: float, record: Mapping[str, Any], base: str) -> str:
-    return f"{speed / _median(record, f'{base} gb_per_s'):.2f}"
 
 
 def _shown(record: Mapping[str, Any], name: str, template: str, scale: float = 1.0) -> str:
