@@ -7,10 +7,10 @@ cache=${DISAGGKD_RDMA_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/disaggkd/rdma}
 python=${PYTHON:-python3}
 nixl_version=1.5.1
 
-give_up() { echo "test-rdma: $*" >&2; exit 75; }
+give_up() { echo "test-rdma: nothing was tested: $*" >&2; exit 75; }
 
 [ "$(uname -s)/$(uname -m)" = Linux/x86_64 ] || give_up "needs Linux on x86-64, this is $(uname -s) on $(uname -m)"
-mkdir -p "$cache"
+mkdir -p "$cache" 2>/dev/null || give_up "can't write $cache; name another place with DISAGGKD_RDMA_CACHE"
 
 # --- programs --------------------------------------------------------------------------------------------------------
 missing=()
@@ -21,6 +21,7 @@ done
 [ -e /usr/lib/x86_64-linux-gnu/libibverbs/librxe-rdmav34.so ] || ls /usr/lib/x86_64-linux-gnu/libibverbs/librxe-* >/dev/null 2>&1 ||
   missing+=(ibverbs-providers rdma-core)
 if [ ${#missing[@]} -gt 0 ]; then
+  mapfile -t missing < <(printf '%s\n' "${missing[@]}" | sort -u)
   command -v apt-get >/dev/null && [ "$(id -u)" = 0 ] || give_up "install first: ${missing[*]}"
   (apt-get -qq update || true; DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends "${missing[@]}") \
     >"$cache/apt.log" 2>&1 || give_up "could not install ${missing[*]}; see $cache/apt.log"

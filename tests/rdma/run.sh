@@ -16,7 +16,7 @@ code=0
   PYTHONPATH="$PWD" PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 PYTEST_PLUGINS=pytest_timeout \
   "$PYTHON" -m pytest -v --timeout=900 --durations=0 --durations-min=1 "$@" tests/rdma || code=$?
 if [ "$code" = 125 ]; then
-  echo "test-rdma: there is no virtual machine with RDMA to be had here; nothing was tested" >&2
+  echo "test-rdma: nothing was tested: the virtual machine does not boot here; see $cache/console.log" >&2
   exit "$cannot"
 fi
 exit "$code"

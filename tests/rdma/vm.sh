@@ -105,6 +105,5 @@ done
 kill -KILL "$machine_pid" 2>/dev/null || true; wait "$machine_pid" "$printer_pid" 2>/dev/null || true; machine_pid=
 if [ -e "$share/booted" ]; then code=124; else code=125; fi
 if [ -s "$share/code" ]; then code=$(cat "$share/code")
-elif [ "$code" = 125 ]; then echo "test-rdma: the virtual machine did not boot; see $cache/console.log" >&2
-else echo "test-rdma: the virtual machine was ended, or ran for more than $limit_s s; see $cache/console.log" >&2; fi
+elif [ "$code" = 124 ]; then echo "test-rdma: the virtual machine was ended, or ran for more than $limit_s s; see $cache/console.log" >&2; fi
 exit "$code"
