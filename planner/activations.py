@@ -111,6 +111,9 @@ def _attention_saved(
         keys = values = attention.query_width
     saved = product * (attention.query_width + keys + values) + 4 * attention.num_heads
     saved += product * attention.output_width
+    if has_mask:
+        # The mask as what is added to the scores.
+        saved += product * sequence_tokens
     if attention.is_fused:
         # The values are a slice of one projection, all of which is held; the output is copied once more.
         saved += product * (attention.query_width + keys + attention.output_width)
