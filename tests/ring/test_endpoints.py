@@ -12,6 +12,7 @@ from teacher.forward import TeacherModel
 from tests.ring.rig import Teacher, consume, open_ring
 
 
+@pytest.mark.case(60)
 def test_a_port_in_use_is_said_so(model: TeacherModel) -> None:
     context = zmq.Context()
     with Teacher(model) as first:
@@ -21,6 +22,7 @@ def test_a_port_in_use_is_said_so(model: TeacherModel) -> None:
     context.term()
 
 
+@pytest.mark.case(60)
 def test_a_port_can_be_used_again_at_once(model: TeacherModel) -> None:
     """Case 60."""
     with Teacher(model) as first, open_ring(model, first) as ring:

@@ -98,6 +98,7 @@ class Trap:
         return (Path.touch, (self.path,))  # type: ignore[return-value]
 
 
+@pytest.mark.case(64)
 def test_a_pickle_is_refused_and_never_loaded(
     model: TeacherModel, asked: Teacher, stranger: Stranger, tmp_path: Path
 ) -> None:

@@ -124,6 +124,7 @@ def test_a_teacher_that_stops_alone_ends_the_run_in_time(model: TeacherModel) ->
 
 
 @pytest.mark.parametrize("transport", ["shm", "zmq"])
+@pytest.mark.case(51)
 def test_a_late_answer_is_discarded_and_the_next_request_succeeds(model: TeacherModel, transport: str) -> None:
     """Case 51."""
     later = free_endpoint()

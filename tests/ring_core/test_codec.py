@@ -298,6 +298,7 @@ def test_another_protocol_version_is_refused_naming_both() -> None:
         must_refuse(msgpack.packb(plain(HELLO) | {"v": version}), naming="protocol version")
 
 
+@pytest.mark.case(64)
 def test_case_64_a_pickle_is_refused_and_never_run(tmp_path: Path) -> None:
     touched = tmp_path / "touched"
 

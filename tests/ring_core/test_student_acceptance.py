@@ -27,6 +27,7 @@ WRONG_ANSWERS = {
 
 
 @pytest.mark.parametrize(("cause", "changes"), WRONG_ANSWERS.items(), ids=lambda value: getattr(value, "name", ""))
+@pytest.mark.case(40)
 def test_a_wrong_answer_is_dropped_asked_again_elsewhere_and_costs_the_connection(
     cause: DropCause, changes: dict[str, object]
 ) -> None:

@@ -34,6 +34,7 @@ def test_an_attempt_is_given_up_at_exactly_its_deadline() -> None:
     assert ring.sends(actions) == [("b", FillId(0, 1, 1))]
 
 
+@pytest.mark.case(62)
 def test_case_62_a_stopped_teacher_loses_its_request_and_is_never_reported_as_done() -> None:
     """SIGSTOP: the control plane is silent too, so the silence ends it before the request's deadline does."""
     ring = Driver(request_timeout_s=60.0, peer_timeout_s=5.0)
@@ -55,6 +56,7 @@ def test_case_62_a_stopped_teacher_loses_its_request_and_is_never_reported_as_do
     assert ring.machine.stats(now_s=6.0).num_quarantined == 0
 
 
+@pytest.mark.case(51)
 def test_case_51_one_late_answer_is_not_taken_for_the_next_requests() -> None:
     ring = Driver(depth=1, request_timeout_s=0.1, peer_timeout_s=100.0)
     ring.up("a")

@@ -46,6 +46,7 @@ def test_prompt_of_three_and_completion_of_two_count_exactly_rows_two_and_three(
     assert batch.num_rows == 2
 
 
+@pytest.mark.case(48)
 def test_packed_documents_of_three_and_two_tokens_have_three_targets_and_none_across(ids_dataset: MakeDataset) -> None:
     batch = batch_of(ids_dataset([11, 12, 13], [21, 22]), (0, 1))
     assert batch.input_ids.tolist() == [[11, 12, 13, 21, 22]]

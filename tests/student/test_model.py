@@ -119,6 +119,7 @@ def test_gradient_of_a_step_does_not_depend_on_how_it_is_cut_into_microbatches(d
         assert_same_gradients(gradients, found[0][1])
 
 
+@pytest.mark.case(43)
 def test_ten_samples_in_batches_of_four_divide_the_third_by_its_own_rows(ids_dataset: MakeDataset) -> None:
     dataset = ids_dataset(*([7 * i + 1, 5 * i + 2, 3 * i + 3][: 2 + i % 2] for i in range(10)))
     module = distilled()
@@ -135,6 +136,7 @@ def test_ten_samples_in_batches_of_four_divide_the_third_by_its_own_rows(ids_dat
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gpt2", "gemma3"])
+@pytest.mark.case(48)
 def test_packed_documents_give_the_loss_and_gradients_of_separate_ones(family: str, ids_dataset: MakeDataset) -> None:
     dataset = ids_dataset([11, 12, 13], [21, 22], [31, 32, 33, 34, 35, 36])
     module = distilled(family, packed=True)
@@ -206,6 +208,7 @@ def test_without_a_kd_weight_there_is_no_teacher(dataset: TokenDataset) -> None:
 
 @pytest.mark.filterwarnings("ignore:distillation loss. no row:RuntimeWarning")
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_5_moe"])
+@pytest.mark.case(41)
 def test_a_rank_without_rows_still_gives_every_parameter_a_zero_gradient(family: str, ids_dataset: MakeDataset) -> None:
     module = distilled(family)
     batch = build_microbatch(ids_dataset([1, 2]), PlannedMicroBatch(seq=None, sequences=()))

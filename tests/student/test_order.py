@@ -70,6 +70,7 @@ def test_sample_at_agrees_with_the_steps() -> None:
 # --- steps ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.case(43)
 def test_last_partial_batch_is_trained_and_divided_by_its_own_rows() -> None:
     steps = list(make_plan(10).steps())
     assert [len(step.sample_ids) for step in steps] == [4, 4, 2]
@@ -87,6 +88,7 @@ def test_no_microbatch_and_no_step_crosses_an_epoch() -> None:
         assert sorted(trained(steps[2 * epoch : 2 * epoch + 2])) == list(range(10))
 
 
+@pytest.mark.case(44)
 def test_resume_at_the_epoch_boundary_trains_the_next_epoch_whole() -> None:
     plan = make_plan(240, epochs=2)
     assert plan.num_steps == 120
@@ -119,6 +121,7 @@ def test_a_resumed_plan_goes_on_exactly_where_it_stopped(name: str) -> None:
     assert make_plan(**PLANS[name]).end_position == whole[-1].next_position
 
 
+@pytest.mark.case(46)
 def test_what_was_only_prefetched_is_asked_for_again() -> None:
     plan = make_plan(40, epochs=2)
     ahead = plan.steps()
@@ -188,6 +191,7 @@ def test_ranks_share_every_step_without_loss_or_overlap(
         assert sorted(shares) == sorted(steps[0].sample_ids.tolist())
 
 
+@pytest.mark.case(42)
 def test_a_rank_without_data_takes_the_step_with_an_empty_microbatch() -> None:
     # 5 microbatches on 2 ranks: three turns, the second rank has nothing in the last.
     first, second = (

@@ -13,6 +13,8 @@ from tests.system.conftest import NUM_SAMPLES, NUM_STEPS, STEPS_AN_EPOCH, Inputs
 from tests.system.processes import Student, curve
 
 
+@pytest.mark.case(43)
+@pytest.mark.case(46)
 def test_killed_twice_and_resumed_gives_the_undisturbed_curve(
     endpoint: str, quiet_curve: list[dict[str, Any]], start_student: Start
 ) -> None:
@@ -33,6 +35,7 @@ def test_killed_twice_and_resumed_gives_the_undisturbed_curve(
     assert student.summary["samples_trained"] == quiet_curve[-1]["position"]
 
 
+@pytest.mark.case(43)
 def test_the_last_batch_of_an_epoch_is_trained_and_divides_by_its_own_rows(quiet_curve: list[dict[str, Any]]) -> None:
     """Case 43."""
     epoch = quiet_curve[:STEPS_AN_EPOCH]
@@ -44,6 +47,7 @@ def test_the_last_batch_of_an_epoch_is_trained_and_divides_by_its_own_rows(quiet
     assert [step["epoch"] for step in quiet_curve[STEPS_AN_EPOCH - 1 : STEPS_AN_EPOCH + 1]] == [0, 1]
 
 
+@pytest.mark.case(44)
 def test_resume_at_the_end_of_an_epoch_trains_the_next_one(
     endpoint: str, quiet_curve: list[dict[str, Any]], start_student: Start
 ) -> None:
@@ -63,6 +67,7 @@ def test_resume_at_the_end_of_an_epoch_trains_the_next_one(
     assert f"resuming from {boundary}" in resumed.errors
 
 
+@pytest.mark.case(44)
 def test_resume_of_a_run_in_epochs_counts_them_from_the_start(
     endpoint: str, tmp_path: Path, inputs: Inputs, processes: list[Any]
 ) -> None:

@@ -69,6 +69,7 @@ def test_one_of_two_teachers_is_killed(
 
 
 @pytest.mark.parametrize("transport", ["shm", "zmq"])
+@pytest.mark.case(62)
 def test_a_stopped_teacher_loses_its_requests_to_the_other_one(
     endpoint: str, quiet_curve: list[dict[str, Any]], start_teacher: Start, start_student: Start, transport: str
 ) -> None:

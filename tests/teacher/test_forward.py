@@ -305,6 +305,7 @@ def test_padded_input_ids_are_those_with_an_embedding() -> None:
         teacher.forward_requests([request_of([384])])
 
 
+@pytest.mark.case(40)
 def test_no_wire_dtype_loses_range() -> None:
     # Case 40: 70144 is a bf16 number, and infinity in fp16.
     assert torch.tensor(70144.0).to(torch.bfloat16).isfinite()
@@ -318,6 +319,7 @@ def test_no_wire_dtype_loses_range() -> None:
         teacher.forward_requests([request_of([1])] * 2, wire_dtypes=[WireDtype.BF16])
 
 
+@pytest.mark.case(40)
 def test_a_state_of_70144_arrives_as_70144() -> None:
     model = tiny_model("llama", dtype=torch.bfloat16)
     # The last norm's weight makes states of any size; one element of a normed row is its largest.

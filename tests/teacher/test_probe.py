@@ -120,6 +120,7 @@ def test_a_head_that_pads_its_vocabulary_says_which_columns_are_real() -> None:
 
 
 @pytest.mark.parametrize("norm_weight", [1.0, 2.0])
+@pytest.mark.case(37)
 def test_a_dropped_final_norm_is_caught(norm_weight: float) -> None:
     # Case 37: without the norm the states are still finite and plausible, and training on them fails silently.
     model = tiny_model("llama")

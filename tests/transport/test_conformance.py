@@ -233,6 +233,7 @@ def test_t3_fills_that_were_whole_before_the_teacher_closed_are_reported(
 # ---- T5 completions ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.case(52)
 def test_t5_the_source_may_be_reused_once_its_ticket_came_exactly_once(peer: Peer, backend: str) -> None:
     num_slots = 6
     sender = peer.accept(backend, num_slots=num_slots, slot_bytes=SLOT_BYTES)
@@ -271,6 +272,7 @@ def test_t5_a_ready_ticket_makes_the_sender_readable(peer: Peer, backend: str) -
     sender.close()
 
 
+@pytest.mark.case(52)
 def test_t5_after_close_the_source_is_read_no_more(peer: Peer, backend: str) -> None:
     """A student that gets anything of a put whose sender was closed gets the bytes that were put."""
     num_slots = 8

@@ -97,6 +97,7 @@ def expect_lost(sender: Sender) -> None:
 # ---- T6 the dead student -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.case(49)
 def test_t6_what_a_dead_student_did_not_take_goes_to_the_next(make_peer: MakePeer, backend: str) -> None:
     """110 fills asked for four at a time: the first student takes 5 and dies; the next gets all the others."""
     num_slots, num_bytes = 4, 4096

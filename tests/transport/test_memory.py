@@ -100,6 +100,7 @@ def test_an_arena_without_memory_is_refused(num_slots: int, slot_bytes: int) -> 
         SlotArena(num_slots, slot_bytes)
 
 
+@pytest.mark.case(57)
 def test_more_memory_than_is_free_is_refused_at_start_with_both_numbers() -> None:
     with pytest.raises(ConfigError, match=rf"need {64 << 40} bytes.* only [0-9]+ bytes free"):
         SlotArena(64, 1 << 40)

@@ -77,6 +77,7 @@ def test_the_socket_is_gone_once_the_receiver_is_closed(receiver: Receiver, runt
     assert list(runtime.iterdir()) == []
 
 
+@pytest.mark.case(56)
 def test_a_wrong_token_gets_no_slot_and_the_right_one_still_does(receiver: Receiver) -> None:
     forged = {**receiver.describe(), "token": bytes(32)}
     with pytest.raises(TransportError, match="turned us away"):
@@ -101,6 +102,7 @@ def test_strangers_that_say_nothing_do_not_keep_the_teacher_out(receiver: Receiv
     sender.close()
 
 
+@pytest.mark.case(56)
 def test_a_teacher_that_dies_while_it_attaches_harms_no_slot(arena: SlotArena, receiver: Receiver, peer: Peer) -> None:
     """Only the student owns the memory: whatever happens to those who map it, it stays, and can be offered again."""
     peer.start("die_after_the_token", receiver.describe())
