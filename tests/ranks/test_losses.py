@@ -1,0 +1,94 @@
+"""One rank's loss is everybody's: whatever happens to one of them, all end, none hangs, and the run can go on."""
+
+from __future__ import annotations
+
+import signal
+from typing import Any
+
+import pytest
+
+from tests.ranks.conftest import NUM_STEPS, StartWorld
+from tests.ranks.test_runs import assert_same_curve
+from tests.system.conftest import Start
+from tests.system.processes import check_refusal
+
+EARLY = 3
+MANY_STEPS = ("--steps", 100000)
+SOON = ("--request-timeout", 1, "--peer-timeout", 1, "--teacher-timeout", 2)
+
+
+def test_when_one_rank_loses_its_only_replica_all_write_the_checkpoint_and_exit_3(
+    one_rank_curve: list[dict[str, Any]], endpoint: str, start_teacher: Start, start_world: StartWorld
+) -> None:
+    doomed = start_teacher()
+    each_its_own = ("--teacher", endpoint, doomed.endpoint, "--replicas-per-rank", 1)
+    world = start_world(*each_its_own, *SOON, "--fsdp", *MANY_STEPS, size=2)
+    world.until_step(EARLY)
+    doomed.send(signal.SIGKILL)
+    assert world.wait() == [3, 3], world.tail()
+    first, second = world.ranks
+    assert doomed.endpoint in second.errors.splitlines()[-1], "the one that lost it names it"
+    assert "rank 1 has lost its teacher" in first.errors.splitlines()[-1]
+    taken = first.steps_taken
+    assert first.checkpoints == [f"step-{taken:08d}"]
+    assert world.summary["ending"].startswith("TeacherLost: ")
+    assert not (world.out / "model").exists()
+
+
+def test_a_run_that_lost_its_teacher_goes_on_where_it_stopped(
+    one_rank_curve: list[dict[str, Any]], endpoint: str, start_teacher: Start, start_world: StartWorld
+) -> None:
+    doomed = start_teacher()
+    world = start_world("--teacher", doomed.endpoint, *SOON, "--vocab-parallel", 2, size=2)
+    world.until_step(EARLY)
+    doomed.send(signal.SIGKILL)
+    assert world.wait() == [3, 3], world.tail()
+    assert EARLY <= world.first.steps_taken < NUM_STEPS
+    resumed = start_world("--teacher", endpoint, "--vocab-parallel", 2, "--resume", size=2)
+    resumed.succeed()
+    assert_same_curve(resumed.out, one_rank_curve)
+
+
+def test_when_a_rank_is_killed_the_others_end_at_once(endpoint: str, start_world: StartWorld) -> None:
+    world = start_world("--teacher", endpoint, *MANY_STEPS, "--checkpoint-every", 2, "--keep-checkpoints", 1, size=3)
+    world.until_step(EARLY)
+    world.ranks[1].send(signal.SIGKILL)
+    codes = world.wait()
+    assert codes[1] == -signal.SIGKILL
+    assert [codes[0], codes[2]] == [1, 1], world.tail()
+    for survivor in (world.ranks[0], world.ranks[2]):
+        assert "Traceback" not in survivor.errors
+        assert survivor.errors.splitlines()[-1].startswith("student.train: error: rank")
+    assert world.first.checkpoints, "those that were there still are"
+
+
+def test_when_a_rank_is_stopped_the_others_end_after_the_time_out(endpoint: str, start_world: StartWorld) -> None:
+    world = start_world("--teacher", endpoint, *MANY_STEPS, "--rank-timeout", 5, size=2)
+    world.until_step(EARLY)
+    world.ranks[1].send(signal.SIGSTOP)
+    assert world.first.wait() == 1
+    assert "Traceback" not in world.first.errors
+    assert world.first.errors.splitlines()[-1].startswith("student.train: error: rank 0")
+    world.ranks[1].send(signal.SIGCONT)
+    assert world.ranks[1].wait() == 1, "there is nobody left to go on with"
+
+
+def test_a_signal_to_one_rank_stops_all_with_a_checkpoint(
+    one_rank_curve: list[dict[str, Any]], endpoint: str, start_world: StartWorld
+) -> None:
+    world = start_world("--teacher", endpoint, size=2)
+    world.until_step(EARLY)
+    world.ranks[1].send(signal.SIGTERM)
+    assert world.wait() == [143, 143], world.tail()
+    taken = world.first.steps_taken
+    assert world.first.checkpoints == [f"step-{taken:08d}"]
+    resumed = start_world("--teacher", endpoint, "--resume", size=2)
+    resumed.succeed()
+    assert_same_curve(resumed.out, one_rank_curve)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_setting_that_differs_on_a_rank_is_refused_by_all(endpoint: str, start_world: StartWorld, rank: int) -> None:
+    world = start_world("--teacher", endpoint, "--vocab-parallel", 3, size=2)
+    check_refusal(world.ranks[rank], 2, "--vocab-parallel 3", "2 ranks", "divisor")
+    world.wait()

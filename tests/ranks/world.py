@@ -1,0 +1,80 @@
+"""Ranks of one trainer as real processes, started as torchrun starts them, but forked from the tests' zygote."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from tests.system.processes import Command, Student, free_port
+
+
+class World:
+    """`student.train` on several ranks, with one --out."""
+
+    def __init__(
+        self,
+        *arguments: object,
+        size: int,
+        out: Path,
+        cwd: Path,
+        env: Mapping[str, str] | None = None,
+        restarts: int = 0,
+    ) -> None:
+        port = free_port()
+        self.out = out
+        self.ranks = [
+            Student(
+                *arguments, out=out, cwd=cwd, env={**variables_of(rank, size, port, restarts=restarts), **(env or {})}
+            )
+            for rank in range(size)
+        ]
+
+    def __iter__(self) -> Iterator[Student]:
+        return iter(self.ranks)
+
+    @property
+    def first(self) -> Student:
+        return self.ranks[0]
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        return self.first.summary
+
+    def until_step(self, step: int) -> None:
+        self.first.until_step(step)
+
+    def wait(self) -> list[int]:
+        """The exit codes."""
+        return [rank.wait() for rank in self.ranks]
+
+    def succeed(self) -> None:
+        codes = self.wait()
+        assert not any(codes), f"exit {codes}:\n{self.tail()}"
+
+    def tail(self) -> str:
+        return "\n".join(f"--- rank {place}\n{rank.tail()}" for place, rank in enumerate(self.ranks))
+
+    def end(self) -> None:
+        for rank in self.ranks:
+            rank.end()
+
+
+def variables_of(rank: int, size: int, port: str, *, restarts: int = 0) -> dict[str, str]:
+    """What torchrun tells a process on one machine."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "TORCHELASTIC_RESTART_COUNT": str(restarts),
+    }
+
+
+def run_steps(size: int, *, thorough: bool, out: Path, cwd: Path) -> list[Command]:
+    """`tests.ranks.steps` on so many ranks."""
+    port, kind = free_port(), "thorough" if thorough else "brief"
+    return [
+        Command("tests.ranks.steps", kind, out, cwd=cwd, env=variables_of(rank, size, port)) for rank in range(size)
+    ]
