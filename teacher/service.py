@@ -302,7 +302,7 @@ class TeacherService:
             if isinstance(payload, TokenRequest):
                 self._model.check_request(payload, max_batch_tokens=self._config.max_batch_tokens)
             else:
-                self._model.head_piece(payload)
+                self._model.check_head_request(payload)
         except RemoteProtocolError as error:
             # Refused alone: the student's other requests are none the worse for it.
             refusal = Refuse(student.name, request.fill, RefusalCode.INVALID, str(error))

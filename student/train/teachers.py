@@ -25,6 +25,7 @@ from ring.local_control import LocalPort, local_pair
 from ring.prefetch import Ring
 from ring.pump import ChannelOptions, LinkOpener
 from student.config import TrainConfig
+from student.parallel.ranks import Ranks
 from transport import registry
 
 logger = logging.getLogger(__name__)
@@ -53,15 +54,19 @@ def connected(
     max_rows: int,
     max_tokens: int,
     max_document_tokens: int,
+    ranks: Ranks,
+    columns: Callable[[HeadInfo], tuple[int, int]] | None = None,
 ) -> Iterator[Teachers]:
     """Connect, open slots of `max_rows` states, fetch the head; closed when the block ends.
+
+    columns: which of the head's this rank wants, first and last + 1; None: all of them.
 
     max_tokens: of the largest microbatch; max_document_tokens: of the longest document.
     Raises ConfigError: models that don't fit together, a missing transport, too little memory. Raises TeacherLost: no
     replica answers in time."""
     with ExitStack() as stack:
         hello, links, idle_work = (_colocated if config.layout == "colocated" else _disaggregated)(
-            config, stack, token_map_hash, vocab_size
+            config, stack, ranks, token_map_hash, vocab_size
         )
         ring = Ring(
             config=_ring_config(config),
@@ -98,7 +103,7 @@ def connected(
             slots_bytes / 2**20,
             wire_dtype.value,
         )
-        weight, bias = fetch_head(ring)
+        weight, bias = fetch_head(ring, columns=None if columns is None else columns(welcome.head))
         yield Teachers(ring=ring, head=welcome.head, weight=weight, bias=bias, fingerprint=welcome.fingerprint)
 
 
@@ -116,10 +121,14 @@ def _ring_config(config: TrainConfig) -> RingConfig:
     )
 
 
-def resolve_device(name: str) -> torch.device:
-    """The device of --device. Raises ConfigError: there is none of that name."""
+def resolve_device(name: str, *, local_rank: int | None = None) -> torch.device:
+    """The device of --device; with several ranks on a machine each has a CUDA device of its own.
+
+    Raises ConfigError: there is none of that name."""
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and local_rank is not None:
+        name = f"cuda:{local_rank}"
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
@@ -131,11 +140,11 @@ def resolve_device(name: str) -> torch.device:
 Connection = tuple[Hello, list[tuple[str, LinkOpener]], Callable[[], bool] | None]
 
 
-def _hello(config: TrainConfig, token_map_hash: str, vocab_size: int, backends: tuple[str, ...]) -> Hello:
+def _hello(config: TrainConfig, ranks: Ranks, token_map_hash: str, vocab_size: int, backends: tuple[str, ...]) -> Hello:
     return Hello(
         run=config.shown_name,
-        rank=0,
-        world_size=1,
+        rank=ranks.rank,
+        world_size=ranks.world_size,
         epoch=secrets.token_hex(8),
         token_map_hash=token_map_hash,
         vocab_size=vocab_size,
@@ -144,7 +153,15 @@ def _hello(config: TrainConfig, token_map_hash: str, vocab_size: int, backends: 
     )
 
 
-def _disaggregated(config: TrainConfig, stack: ExitStack, token_map_hash: str, vocab_size: int) -> Connection:
+def _endpoints_of(rank: int, endpoints: tuple[str, ...], replicas_per_rank: int) -> tuple[str, ...]:
+    """The replicas that a rank uses: so many in turn, so that all serve equally many ranks."""
+    count = min(replicas_per_rank, len(endpoints)) or len(endpoints)
+    return tuple(endpoints[(rank * count + place) % len(endpoints)] for place in range(count))
+
+
+def _disaggregated(
+    config: TrainConfig, stack: ExitStack, ranks: Ranks, token_map_hash: str, vocab_size: int
+) -> Connection:
     endpoints = config.endpoints
     auth = config.auth is not None
     for endpoint in endpoints:
@@ -153,15 +170,16 @@ def _disaggregated(config: TrainConfig, stack: ExitStack, token_map_hash: str, v
         check_exposure(f"tcp://{config.bind_host}:*", flag="--bind-host", auth=auth, insecure=config.insecure)
     if len(set(endpoints)) < len(endpoints):
         raise ConfigError(f"--teacher names an endpoint twice: {', '.join(endpoints)}")
+    endpoints = _endpoints_of(ranks.rank, endpoints, config.replicas_per_rank)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     # After the ring, which the stack closes first: terminating waits for its sockets.
     stack.callback(context.term)
     keyring = None if config.auth is None else load_keyring(config.auth)
     links: list[tuple[str, LinkOpener]] = [(name, ZmqLinks(context, name, keyring=keyring)) for name in endpoints]
-    return _hello(config, token_map_hash, vocab_size, registry.offered(config.transport)), links, None
+    return _hello(config, ranks, token_map_hash, vocab_size, registry.offered(config.transport)), links, None
 
 
-def _colocated(config: TrainConfig, stack: ExitStack, token_map_hash: str, vocab_size: int) -> Connection:
+def _colocated(config: TrainConfig, stack: ExitStack, ranks: Ranks, token_map_hash: str, vocab_size: int) -> Connection:
     # Only here: a trainer whose teacher runs elsewhere does not need the teacher's code in memory.
     from teacher.load import load_teacher
     from teacher.service import ServiceConfig, TeacherService
@@ -169,7 +187,7 @@ def _colocated(config: TrainConfig, stack: ExitStack, token_map_hash: str, vocab
     if len(config.teacher) != 1:
         raise ConfigError(f"--layout colocated takes one --teacher DIR|ID, got {len(config.teacher)}")
     backends = registry.offered(config.transport, same_process=True)
-    model = load_teacher(config.teacher[0], dtype=config.teacher_dtype, device=resolve_device(config.device))
+    model = load_teacher(config.teacher[0], dtype=config.teacher_dtype, device=ranks.device)
     link, port = local_pair()
     service = TeacherService(
         model,
@@ -203,5 +221,5 @@ def _colocated(config: TrainConfig, stack: ExitStack, token_map_hash: str, vocab
         except Exception as error:
             raise TeacherLost(f"the teacher in this process failed: {type(error).__name__}: {error}") from error
 
-    hello = _hello(config, token_map_hash, vocab_size, backends)
+    hello = _hello(config, ranks, token_map_hash, vocab_size, backends)
     return hello, [(link.name, open_link)], run_teacher
