@@ -12,7 +12,7 @@ from tests.system.processes import HANG_GUARD_S, Student, Teacher, free_port
 
 #: What is done to a replica that works; each is undone some time later.
 TO_REPLICAS = ("kill", "stop", "stop, then kill", "ask to leave", "slow down")
-ADD, TO_STUDENT = "add one", "kill a student"
+ADD, KILL_STUDENT, STOP_STUDENT = "add one", "kill a student", "stop a student"
 #: A slowed replica runs in one of so many turns of the loop below.
 _SLOW_TURNS = 5
 _TURN_S = 0.01
@@ -46,6 +46,12 @@ class Place:
     def send(self, number: signal.Signals) -> None:
         assert self.life is not None
         self.life.send(number)
+
+    def try_undo(self) -> bool:
+        """Whether what was done to it is undone now."""
+        if self.undo is not None and self.undo():
+            self.undo = None
+        return self.undo is None
 
     def disturb(self, deed: str) -> None:
         match deed:
@@ -100,6 +106,10 @@ class Trainer:
         self.life = self.start(self.name, self.seed, "--resume")
         self.num_lives += 1
 
+    def go_on(self) -> bool:
+        self.life.send(signal.SIGCONT)
+        return True
+
 
 class Disturbance:
     """Carries a schedule out. `deeds`: what was done, in order."""
@@ -110,11 +120,14 @@ class Disturbance:
         self._places = places
         self._trainers = trainers
         self._num_turns = 0
-        self._undos: list[tuple[int, float, Place]] = []  # (due at this step, or at this time; of which place)
+        # (due at this step, or at this time; tries to undo something and says whether it is undone)
+        self._undos: list[tuple[int, float, Callable[[], bool]]] = []
 
     def run(self, num_deeds: int) -> None:
-        """So many deeds to replicas, each kind at least once; besides, one is added and one student is killed."""
-        kinds = [*TO_REPLICAS, *self._dice.choices(TO_REPLICAS, k=num_deeds - len(TO_REPLICAS)), ADD, TO_STUDENT]
+        """So many deeds to replicas, each kind at least once; besides, one is added, and students are killed and
+        stopped once each."""
+        to_replicas = [*TO_REPLICAS, *self._dice.choices(TO_REPLICAS, k=num_deeds - len(TO_REPLICAS))]
+        kinds = [*to_replicas, ADD, KILL_STUDENT, STOP_STUDENT]
         self._dice.shuffle(kinds)
         for kind in kinds:
             self.let_pass(steps=self._dice.randrange(1, 16), patience_s=3.0)
@@ -129,9 +142,9 @@ class Disturbance:
 
     def settle(self) -> None:
         """Undo what was done; returns once every replica works."""
-        self._undos = [(0, 0.0, place) for _, _, place in self._undos]
+        self._undos = [(0, 0.0, undo) for _, _, undo in self._undos]
         deadline_s = time.monotonic() + HANG_GUARD_S
-        while not all(place.works for place in self._places):
+        while self._undos or not all(place.works for place in self._places):
             for place in self._places:
                 if place.life is None:
                     place.begin()
@@ -143,16 +156,20 @@ class Disturbance:
         return self._trainers[0].life.steps_taken
 
     def _do(self, kind: str) -> None:
-        if kind == TO_STUDENT:
+        hold = self._step + self._dice.randrange(1, 40), time.monotonic() + self._dice.uniform(0.1, 4.0)
+        if kind == KILL_STUDENT:
             self._dice.choice(self._trainers).kill_and_resume()
+        elif kind == STOP_STUDENT:
+            trainer = self._dice.choice(self._trainers)
+            trainer.life.send(signal.SIGSTOP)
+            self._undos.append((*hold, trainer.go_on))
         elif kind == ADD:
             [place] = [place for place in self._places if place.life is None]
             place.begin()
         else:
             place = self._one_that_works()
             place.disturb(kind)
-            hold = self._step + self._dice.randrange(1, 40), time.monotonic() + self._dice.uniform(0.1, 4.0)
-            self._undos.append((*hold, place))
+            self._undos.append((*hold, place.try_undo))
         self.deeds.append(kind)
 
     def _one_that_works(self) -> Place:
@@ -169,9 +186,8 @@ class Disturbance:
         for place in self._places:
             if place.is_slow:
                 place.send(signal.SIGCONT if self._num_turns % _SLOW_TURNS == 0 else signal.SIGSTOP)
-        for undo in list(self._undos):
-            step, at_s, place = undo
-            if (self._step >= step or time.monotonic() >= at_s) and place.undo is not None and place.undo():
-                place.undo = None
-                self._undos.remove(undo)
+        for entry in list(self._undos):
+            step, at_s, undo = entry
+            if (self._step >= step or time.monotonic() >= at_s) and undo():
+                self._undos.remove(entry)
         time.sleep(_TURN_S)

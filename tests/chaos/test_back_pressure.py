@@ -23,6 +23,8 @@ TURN_S = 0.1
 #: A slow process runs in one of so many turns.
 SLOW_TURNS = 10
 MIB = 1 << 20
+#: Descriptors that come and go with connections.
+SLACK_DESCRIPTORS = 12
 #: What a heap may still grow by once every kind of abuse was seen several times; one fill is 6 MiB.
 SLACK_BYTES = 48 * MIB
 
@@ -54,12 +56,14 @@ def test_memory_does_not_grow_whatever_the_other_side_does(
 
     watched = {"teacher": abused, "slow teacher": slow_teacher, "student": honest, "slow student": slow_student}
     seen: dict[str, list[int]] = defaultdict(list)
+    descriptors: dict[str, list[int]] = defaultdict(list)
     begin_s = time.monotonic()
     turn = 0
     while time.monotonic() < begin_s + ABUSE_S:
         for name, command in watched.items():
             assert command.poll() is None, f"{name} ended:\n{command.tail()}"
             seen[name].append(witness.rss_bytes(command.pid))
+            descriptors[name].append(witness.num_descriptors(command.pid))
         for command in (slow_teacher, slow_student):
             command.send(signal.SIGCONT if turn % SLOW_TURNS == 0 else signal.SIGSTOP)
         turn += 1
@@ -70,9 +74,11 @@ def test_memory_does_not_grow_whatever_the_other_side_does(
         assert command.poll() is None, command.tail()
         command.end()
 
-    grown = {name: max(sizes[len(sizes) // 4 :]) - max(sizes[: len(sizes) // 4]) for name, sizes in seen.items()}
+    grown = {name: growth(sizes) for name, sizes in seen.items()}
     print({name: (max(sizes) // MIB, grown[name] // MIB) for name, sizes in seen.items()}, "MiB: most, grown")
     assert all(bytes_ <= SLACK_BYTES for bytes_ in grown.values()), grown
+    more = {name: growth(counts) for name, counts in descriptors.items()}
+    assert all(count <= SLACK_DESCRIPTORS for count in more.values()), more
     assert mute.output.count("did not take the fill") >= 2, mute.output
     assert len(abused.errors) < MIB, "a flood of strangers must not fill the disk with log lines"
     for student in (honest, slow_student):
@@ -80,3 +86,9 @@ def test_memory_does_not_grow_whatever_the_other_side_does(
         assert student.wait() == 128 + signal.SIGTERM, student.tail()
     assert honest.steps_taken > 10
     assert curve(honest.out)[: slow_student.steps_taken] == curve(slow_student.out)[: honest.steps_taken]
+
+
+def growth(samples: list[int]) -> int:
+    """By how much the most of the later samples exceeds the most of the first quarter, when all abuse was seen."""
+    quarter = len(samples) // 4
+    return max(samples[quarter:]) - max(samples[:quarter])

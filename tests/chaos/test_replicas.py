@@ -42,8 +42,13 @@ def test_the_curve_survives_whatever_happens_to_replicas_and_students(
     runtime.mkdir()
     env = {**env, "XDG_RUNTIME_DIR": str(runtime)}
     dice = random.Random(f"{chaos_seed} {way}")
+
+    def serve(**options: Any) -> Any:
+        # So short that a student that is stopped for a while is dropped meanwhile.
+        return start_teacher("--student-timeout", 3, env=env, **options)
+
     # The last two are addresses at which there is nobody at first: one joins meanwhile, one when all is over.
-    *places, added, newcomer = [Place(lambda **options: start_teacher(env=env, **options)) for _ in range(5)]
+    *places, added, newcomer = [Place(serve) for _ in range(5)]
     endpoints = [place.endpoint for place in (*places, added, newcomer)]
 
     def train(name: str, seed: int, *more: object) -> Student:

@@ -20,6 +20,10 @@ def held(pid: int) -> Counter[str]:
     return kinds
 
 
+def num_descriptors(pid: int) -> int:
+    return len(os.listdir(f"/proc/{pid}/fd"))
+
+
 def slots_of(pid: int) -> set[int]:
     """The inodes of the slots that a process has open or mapped; none where it is gone."""
     found: set[int] = set()
