@@ -164,7 +164,7 @@ def _synthetic(config: PipelineConfig, cores: Cores, scratch: Path, out: Console
     log = scratch / "synthetic-teacher.log"
     with (
         teacher_process("bench.synthetic_teacher", arguments, cpu=cores.teacher, log=log) as teacher,
-        _connected(config, teacher) as teachers,
+        connected_ring(config, teacher) as teachers,
     ):
         student = _student(config, Head(weight=teachers.weight))
         requests = requests_of(config.rows, config.vocab_size, num=2 * config.depth)
@@ -199,8 +199,8 @@ def _states(config: PipelineConfig) -> list[torch.Tensor]:
 
 
 @contextmanager
-def _connected(config: PipelineConfig, teacher: TeacherProcess) -> Iterator[Teachers]:
-    """The trainer's own connection."""
+def connected_ring(config: PipelineConfig, teacher: TeacherProcess) -> Iterator[Teachers]:
+    """The trainer's own connection, with slots for --rows and as many as --depth says."""
     train = TrainConfig(
         teacher=(teacher.endpoint,), transport=config.transport, ring_depth=config.depth, run_name="bench"
     )
