@@ -32,6 +32,7 @@ COMMANDS = {
     "plan": Entry("planner.cli", "what fits, what limits it and what to rent (python -m planner)"),
     "bench": Entry("bench.__main__", "throughput and memory against their targets (python -m bench)"),
     "keys": Entry("bench.keys", "key pairs for --auth: who may connect, and nobody else listens"),
+    "export": Entry("bench.export", "a run's newest checkpoint as a Hugging Face directory"),
     "doctor": Entry("bench.doctor", "what the transports find on this machine, and what to do about it"),
 }
 

@@ -77,3 +77,22 @@ def test_a_head_comes_from_several_replicas_and_past_a_stopped_one(model: Teache
         weight, _ = fetch_head(ring)
         assert torch.equal(weight, model.split.weight_VH)
         consume(ring, model, range(4))
+
+
+@pytest.mark.parametrize("columns", [(0, 107), (214, TOKENIZER_VOCAB), (5, 6), (7, 7)])
+def test_some_columns_arrive_with_their_bias_and_their_own_hash(
+    biased_model: TeacherModel, columns: tuple[int, int]
+) -> None:
+    with Teacher(biased_model) as asked, open_ring(biased_model, asked, max_rows=40) as ring:
+        weight, bias = fetch_head(ring, columns=columns)
+        consume(ring, biased_model, range(3))
+    assert bias is not None
+    assert torch.equal(weight, biased_model.split.weight_VH[slice(*columns)])
+    assert torch.equal(bias, biased_model.split.bias_V[slice(*columns)])
+
+
+def test_columns_that_hash_to_something_else_are_refused(model: TeacherModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TeacherModel, "head_columns_sha256", lambda self, start, stop: "ab" * 32)
+    with Teacher(model) as asked, open_ring(model, asked) as ring, pytest.raises(RemoteProtocolError) as refused:
+        fetch_head(ring, columns=(3, 90))
+    assert f"it announced {'ab' * 32}" in str(refused.value)
