@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import signal
+from pathlib import Path
 from typing import Any
-
-import pytest
 
 from tests.ranks.conftest import NUM_STEPS, StartWorld
 from tests.ranks.test_runs import assert_same_curve
@@ -87,8 +86,17 @@ def test_a_signal_to_one_rank_stops_all_with_a_checkpoint(
     assert_same_curve(resumed.out, one_rank_curve)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_setting_that_differs_on_a_rank_is_refused_by_all(endpoint: str, start_world: StartWorld, rank: int) -> None:
+def test_groups_that_do_not_fit_the_world_are_refused_by_all(endpoint: str, start_world: StartWorld) -> None:
     world = start_world("--teacher", endpoint, "--vocab-parallel", 3, size=2)
-    check_refusal(world.ranks[rank], 2, "--vocab-parallel 3", "2 ranks", "divisor")
-    world.wait()
+    for rank in world:
+        check_refusal(rank, 2, "--vocab-parallel 3", "2 ranks", "divisor")
+
+
+def test_what_fails_on_one_rank_only_ends_all_before_the_first_step(
+    endpoint: str, start_world: StartWorld, tmp_path: Path
+) -> None:
+    """Rank 0 alone looks at --out."""
+    (tmp_path / "out").write_text("not a directory")
+    world = start_world("--teacher", endpoint, size=2)
+    check_refusal(world.ranks[0], 2, "--out", "allowed: a directory")
+    check_refusal(world.ranks[1], 2, "rank 0 failed: --out")

@@ -25,7 +25,10 @@ class World:
         self.out = out
         self.ranks = [
             Student(
-                *arguments, out=out, cwd=cwd, env={**variables_of(rank, size, port, restarts=restarts), **(env or {})}
+                *arguments,
+                out=out,
+                cwd=_own_directory(cwd, rank),
+                env={**variables_of(rank, size, port, restarts=restarts), **(env or {})},
             )
             for rank in range(size)
         ]
@@ -76,5 +79,13 @@ def run_steps(size: int, *, thorough: bool, out: Path, cwd: Path) -> list[Comman
     """`tests.ranks.steps` on so many ranks."""
     port, kind = free_port(), "thorough" if thorough else "brief"
     return [
-        Command("tests.ranks.steps", kind, out, cwd=cwd, env=variables_of(rank, size, port)) for rank in range(size)
+        Command("tests.ranks.steps", kind, out, cwd=_own_directory(cwd, rank), env=variables_of(rank, size, port))
+        for rank in range(size)
     ]
+
+
+def _own_directory(cwd: Path, rank: int) -> Path:
+    """For a rank's output: commands that start at one time would else share a file."""
+    directory = cwd / f"rank-{rank}"
+    directory.mkdir(exist_ok=True)
+    return directory

@@ -1,0 +1,150 @@
+"""Sharded checkpoints: resumed on another number of ranks, started anew by torchrun, and exported as one model."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from tests.ranks.conftest import NUM_STEPS, StartWorld
+from tests.ranks.test_runs import assert_same_curve
+from tests.system.conftest import Inputs, Start
+from tests.system.processes import Command, check_refusal, curve, environment
+
+HALF = NUM_STEPS // 2
+
+
+def settings(size: int, accum: int) -> tuple[object, ...]:
+    return ("--steps", NUM_STEPS, "--batch-size", 8 // (size * accum), "--grad-accum", accum)
+
+
+def keep_half(out: Path) -> None:
+    """As if the run had been killed after half of its steps."""
+    for path in (out / "checkpoints").glob("step-*"):
+        if path.name != f"step-{HALF:08d}":
+            shutil.rmtree(path)
+    shutil.rmtree(out / "model")
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        pytest.param((2, ("--fsdp",)), (4, ("--vocab-parallel", 2)), id="two to four"),
+        pytest.param((4, ("--fsdp", "--vocab-parallel", 4)), (1, ()), id="four to one process"),
+        pytest.param((1, ()), (2, ("--fsdp", "--vocab-parallel", 2)), id="one process to two"),
+    ],
+)
+def test_a_run_goes_on_on_another_number_of_ranks(
+    one_rank_curve: list[dict[str, Any]],
+    endpoint: str,
+    start_world: StartWorld,
+    start_student: Start,
+    first: tuple[int, tuple[object, ...]],
+    then: tuple[int, tuple[object, ...]],
+) -> None:
+    def train(size: int, flags: tuple[object, ...], *more: object) -> Path:
+        common = ("--teacher", endpoint, "--checkpoint-every", HALF, *flags, *more)
+        started = start_student(*settings(1, 1), *common) if size == 1 else start_world(*common, size=size)
+        started.succeed()
+        return Path(started.out)
+
+    out = train(*first)
+    keep_half(out)
+    assert train(*then, "--resume") == out
+    assert_same_curve(out, one_rank_curve)
+    assert sorted(path.name for path in (out / "checkpoints").iterdir()) == [
+        f"step-{step:08d}" for step in (HALF, NUM_STEPS)
+    ]
+
+
+def test_on_as_many_ranks_it_goes_on_to_the_bit(endpoint: str, start_world: StartWorld) -> None:
+    flags = ("--teacher", endpoint, "--checkpoint-every", HALF, "--fsdp")
+    world = start_world(*flags, size=2)
+    world.succeed()
+    whole = curve(world.out)
+    keep_half(world.out)
+    start_world(*flags, "--resume", size=2).succeed()
+    assert curve(world.out) == whole
+
+
+def test_another_number_of_sequences_a_step_is_refused(endpoint: str, start_world: StartWorld) -> None:
+    start_world("--teacher", endpoint, "--steps", 2, size=2).succeed()
+    again = start_world("--teacher", endpoint, "--steps", 2, "--grad-accum", 2, "--resume", size=4)
+    check_refusal(again.first, 2, "--batch-size x --grad-accum x ranks was 4 x 1 x 2, now 2 x 2 x 4")
+    assert again.wait() == [2, 2, 2, 2]
+
+
+def test_a_world_that_is_started_anew_goes_on_from_the_last_checkpoint(
+    one_rank_curve: list[dict[str, Any]], endpoint: str, start_world: StartWorld
+) -> None:
+    """What torchrun says to a world that it starts for the second time."""
+    flags = ("--teacher", endpoint, "--checkpoint-every", 2, "--fsdp")
+    world = start_world(*flags, size=2)
+    world.until_step(5)
+    world.ranks[1].send(signal.SIGKILL)
+    world.wait()
+    again = start_world(*flags, size=2, restarts=1)
+    again.succeed()
+    assert_same_curve(again.out, one_rank_curve)
+    assert "resuming from" in again.first.errors
+
+
+def test_shards_are_exported_as_the_model_that_the_run_ended_with(
+    endpoint: str, start_world: StartWorld, tmp_path: Path
+) -> None:
+    world = start_world("--teacher", endpoint, "--fsdp", "--vocab-parallel", 2, size=2)
+    world.succeed()
+    export = Command("bench.cli", "export", world.out, tmp_path / "exported", cwd=tmp_path)
+    export.succeed()
+    assert f"after step {NUM_STEPS}" in export.output
+    auto: Any = transformers.AutoModelForCausalLM
+    ours, theirs = (auto.from_pretrained(path).state_dict() for path in (world.out / "model", tmp_path / "exported"))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+    torn = next((world.out / "checkpoints").glob(f"step-{NUM_STEPS:08d}/shards/*"))
+    torn.write_bytes(torn.read_bytes()[:-1])
+    refused = Command("bench.cli", "export", world.out, tmp_path / "other", cwd=tmp_path)
+    assert refused.wait() == 2
+    assert "no whole checkpoint" in refused.errors.splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_torchrun_starts_a_world_anew_that_lost_a_rank(
+    one_rank_curve: list[dict[str, Any]], inputs: Inputs, endpoint: str, tmp_path: Path
+) -> None:
+    """The real torchrun: it sees the death, ends the others, and starts all ranks again."""
+    out = tmp_path / "out"
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1"),
+        *("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1"),
+        *("-m", "student.train", *map(str, (*inputs.settings, *settings(2, 1)))),
+        *("--teacher", endpoint, "--checkpoint-every", "2", "--fsdp", "--out", str(out)),
+    ]
+    log = tmp_path / "torchrun.log"
+    with log.open("w") as file:
+        agent = subprocess.Popen(command, cwd=tmp_path, env=environment(), stdout=file, stderr=subprocess.STDOUT)
+    try:
+        metrics, killed = out / "metrics.jsonl", False
+        while agent.poll() is None:
+            if not killed and metrics.exists() and metrics.read_bytes().count(b"\n") >= 5:
+                os.kill(children_of(agent.pid)[-1], signal.SIGKILL)
+                killed = True
+        assert agent.wait() == 0, log.read_text()[-3000:]
+    finally:
+        agent.kill()
+        agent.wait()
+    assert killed
+    assert "going on from the last checkpoint" in log.read_text()
+    assert_same_curve(out, one_rank_curve)
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
