@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: setup demo demo-smollm test lint types imports unit test-slow test-rdma bench report clean help
+.PHONY: setup demo demo-smollm test lint types imports unit test-slow test-rdma soak soak-simulation bench report clean help
 
 VENV ?= .venv
 PY := $(VENV)/bin/python
@@ -54,6 +54,14 @@ test-slow: setup ## what takes minutes, GPU kernels without a GPU among it (inst
 
 test-rdma: setup ## the transport over real RDMA verbs, in a virtual machine with soft-RoCE (where it can boot)
 	PYTHON=$(abspath $(PY)) tests/rdma/run.sh $(PYTEST_ARGS)
+
+# Each of these takes MINUTES; a new one is a line here and a target of its own.
+soak: soak-simulation ## what no test has tried yet, for MINUTES=10 each: new seeds of the simulator
+
+MINUTES ?= 10
+
+soak-simulation: setup
+	$(PY) -m tests.simulation --minutes $(MINUTES)
 
 bench: setup ## throughput and memory, printed against their targets
 	$(PY) -m bench all
