@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: setup demo demo-smollm test lint types imports unit test-slow test-rdma soak soak-simulation bench report clean help
+.PHONY: setup demo demo-smollm test lint types imports unit test-slow test-rdma soak soak-simulation soak-chaos bench report clean help
 
 VENV ?= .venv
 PY := $(VENV)/bin/python
@@ -56,12 +56,18 @@ test-rdma: setup ## the transport over real RDMA verbs, in a virtual machine wit
 	PYTHON=$(abspath $(PY)) tests/rdma/run.sh $(PYTEST_ARGS)
 
 # Each of these takes MINUTES; a new one is a line here and a target of its own.
-soak: soak-simulation ## what no test has tried yet, for MINUTES=10 each: new seeds of the simulator
+soak: soak-simulation soak-chaos ## what no test has tried yet, for MINUTES=10 each: new seeds of the simulator and of chaos, abuse of both sides
 
 MINUTES ?= 10
 
 soak-simulation: setup
 	$(PY) -m tests.simulation --minutes $(MINUTES)
+
+soak-chaos: setup
+	SOAK_MINUTES=$(MINUTES) $(PY) -m pytest -m slow tests/chaos/test_back_pressure.py
+	end=$$(($$(date +%s) + 60 * $(MINUTES))); seed=$$(date +%s); while [ $$(date +%s) -lt $$end ]; do \
+		echo "CHAOS_SEED=$$seed"; CHAOS_SEED=$$seed $(PY) -m pytest -n 2 --dist worksteal -m slow tests/chaos/test_replicas.py; \
+		seed=$$((seed + 1)); done
 
 bench: setup ## throughput and memory, printed against their targets
 	$(PY) -m bench all
