@@ -62,6 +62,10 @@ class SlotWindow:
                 return slot
         return None
 
+    def whole(self) -> set[int]:
+        """The slots that hold a whole fill."""
+        return {s for s in self._slots if self.beginning(s) != POISONED and self.end(s) != POISONED}
+
     def close(self) -> None:
         for memory in self._slots.values():
             memory.close()
@@ -97,6 +101,17 @@ def stop_in_the_middle_of_a_fill(teacher: Teacher, student: Student, slots: Slot
         if slots.end(slot) == POISONED and slots.beginning(slot) != POISONED:
             return slot
         teacher.send(signal.SIGCONT)
+
+
+def wake_while_a_batch_is_read(teacher: Teacher, student: Student, slots: SlotWindow) -> None:
+    """Just when a fill of the other one is whole: wherever the late write goes, it must not be there."""
+    deadline_s = time.monotonic() + HANG_GUARD_S
+    before = slots.whole()
+    while not (now := slots.whole()) - before:
+        before = now
+        assert student.poll() is None, student.tail()
+        assert time.monotonic() < deadline_s, "no fill became whole"
+    teacher.send(signal.SIGCONT)
 
 
 @pytest.fixture
@@ -173,7 +188,7 @@ def test_a_teacher_that_is_stopped_in_the_middle_of_a_fill_and_wakes_up_spoils_n
             assert slots.content(late) == content, "the slot that it may still write is in quarantine"
         if asleep != "past its deadline":
             student.until(lambda: not knows(student, sleeper), "it is given up on")
-        sleeper.send(signal.SIGCONT)
+        wake_while_a_batch_is_read(sleeper, student, slots)
         if way == "shm":
             student.until(lambda: slots.end(late) != POISONED, "the late write landed, in no live slot")  # noqa: B023
         other.send(signal.SIGKILL)
