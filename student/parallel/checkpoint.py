@@ -10,7 +10,10 @@ or not at all, as for one process; a shared file system is the user's part.
 
 from __future__ import annotations
 
+import threading
+import warnings
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -32,41 +36,59 @@ _MODEL, _OPTIMIZER = "model/", "optimizer/"
 _PREFIX = "model."
 
 
-def write_sharded_checkpoint(
-    root: Path,
-    state: TrainState,
-    *,
-    ranks: Ranks,
-    shares: Shares,
-    model: Any,
-    optimizer_tensors: Mapping[str, Tensor],
-    tokenizer: Any | None,
-    keep: int,
-) -> None:
+@dataclass(frozen=True)
+class CheckpointParts:
+    """What a checkpoint is made of: tensors by name, as parts of the whole; and what the model's directory needs."""
+
+    tensors: dict[str, Tensor]
+    model: Any
+    tokenizer: Any | None
+
+    @classmethod
+    def of(
+        cls, model: Any, shares: Shares, *, optimizer_tensors: Mapping[str, Tensor], tokenizer: Any | None
+    ) -> CheckpointParts:
+        """The live tensors, not copies."""
+        tensors = {_MODEL + name: tensor for name, tensor in _model_tensors(model, shares).items()}
+        tensors |= {_OPTIMIZER + name: _as_whole(name, t, shares) for name, t in optimizer_tensors.items()}
+        return cls(tensors, model, tokenizer)
+
+    def staged(self) -> CheckpointParts:
+        """Copies in host memory."""
+        options = StagingOptions(
+            use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False
+        )
+        stager = DefaultStager(options)
+        try:
+            tensors: Any = stager.stage(self.tensors)
+        finally:
+            stager.close()
+        return CheckpointParts(tensors, self.model, self.tokenizer)
+
+
+def write_sharded_checkpoint(root: Path, state: TrainState, *, ranks: Ranks, parts: CheckpointParts, keep: int) -> None:
     """All ranks together write `<root>/step-<step>`, whole and durable; see `student.checkpoint.write_checkpoint`.
 
     Raises CheckpointError, on every rank: one of them could not write its part. Raises RankLost."""
-    tensors = {_MODEL + name: tensor for name, tensor in _model_tensors(model, shares).items()}
-    tensors |= {_OPTIMIZER + name: tensor for name, tensor in _whole_optimizer(optimizer_tensors, shares).items()}
 
     def shards(directory: Path | None) -> None:
         """What every rank does once rank 0 has a directory for it (None: it has none, and says why itself)."""
         target = ranks.from_first(None if directory is None else str(directory))
         if target is None:
             raise CheckpointError(f"checkpoint of step {state.step}: rank 0 could not begin it")
-        ranks.together(lambda: _save(Path(target), tensors, ranks))
+        ranks.together(lambda: _save(Path(target), parts.tensors, ranks))
 
     def fill(directory: Path) -> None:
         began.append(True)
         shards(directory / SHARDS_DIR)
         with quiet_transformers():
-            model.config.save_pretrained(directory / "model")
-            if tokenizer is not None:
-                tokenizer.save_pretrained(directory / "model")
+            parts.model.config.save_pretrained(directory / "model")
+            if parts.tokenizer is not None:
+                parts.tokenizer.save_pretrained(directory / "model")
 
     def lead() -> None:
         try:
-            write_checkpoint_directory(root, state, fill, needed_bytes=_num_bytes(tensors), keep=keep)
+            write_checkpoint_directory(root, state, fill, needed_bytes=_num_bytes(parts.tensors), keep=keep)
         finally:
             if not began:
                 ranks.from_first(None)
@@ -74,6 +96,41 @@ def write_sharded_checkpoint(
     began: list[bool] = []
     # The last word is rank 0's: a checkpoint exists for all or for none.
     ranks.together(lead if ranks.is_first else lambda: shards(None))
+
+
+class BackgroundWriter:
+    """Writes sharded checkpoints in a thread while training goes on. At most one is under way.
+
+    Its tensors are copied to host memory first, so that the next step may change them."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks.in_background()
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+
+    def write(self, root: Path, state: TrainState, *, parts: CheckpointParts, keep: int) -> None:
+        """Begin; all ranks together. Raises as `finish`, of the one before."""
+        self.finish()
+        staged = parts.staged()
+
+        def run() -> None:
+            try:
+                write_sharded_checkpoint(root, state, ranks=self._ranks, parts=staged, keep=keep)
+            except Exception as error:  # noqa: BLE001 - raised by `finish`
+                self._error = error
+
+        self._thread = threading.Thread(target=run, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Wait for the one under way. Raises what it failed with: CheckpointError, RankFailed, RankLost."""
+        if self._thread is None:
+            return
+        self._thread.join()
+        self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
 
 
 def load_model_parts(checkpoint: Checkpoint, model: Any, shares: Shares) -> None:
@@ -123,7 +180,9 @@ def _save(directory: Path, tensors: dict[str, Tensor], ranks: Ranks) -> None:
 def _load(checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> None:
     # Without coordination: each rank knows what it needs, and where in the files it lies.
     reader = HuggingFaceStorageReader(str(checkpoint.path / SHARDS_DIR))
-    load(tensors, storage_reader=reader, no_dist=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        load(tensors, storage_reader=reader, no_dist=True)
 
 
 def _model_tensors(model: Any, shares: Shares) -> dict[str, Tensor]:
@@ -141,10 +200,6 @@ def _buffers(model: Any) -> dict[str, Tensor]:
     """Those that a checkpoint holds."""
     persistent = set(model.state_dict())
     return {name: buffer for name, buffer in model.named_buffers() if name in persistent}
-
-
-def _whole_optimizer(tensors: Mapping[str, Tensor], shares: Shares) -> dict[str, Tensor]:
-    return {name: _as_whole(name, tensor, shares) for name, tensor in tensors.items()}
 
 
 def _as_whole(name: str, tensor: Tensor, shares: Shares) -> Tensor:

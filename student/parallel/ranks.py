@@ -9,6 +9,7 @@ Words are JSON in byte tensors, not torch's object collectives: those unpickle w
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -103,6 +104,7 @@ class Ranks:
         self.mesh: DeviceMesh | None = None
         self._words: dist.ProcessGroup | None = None
         self._patient: dist.ProcessGroup | None = None
+        self._background: dist.ProcessGroup | None = None
         self._vocab_mesh: DeviceMesh | None = None
         if launch.world_size == 1 and not wants_groups:
             return
@@ -115,6 +117,7 @@ class Ranks:
                 )
             self._words = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
             self._patient = dist.new_group(backend="gloo", timeout=timedelta(seconds=START_TIMEOUT_S))
+            self._background = dist.new_group(backend="gloo", timeout=timedelta(seconds=START_TIMEOUT_S))
             self.mesh = init_device_mesh(device.type, (self.world_size,), mesh_dim_names=("world",))
             if vocab_parallel > 1:
                 self._vocab_mesh = init_device_mesh(
@@ -127,6 +130,12 @@ class Ranks:
     def alone(cls, device: torch.device) -> Ranks:
         launch = Launch(rank=0, world_size=1, local_rank=0, restarts=0)
         return cls(launch, device=device, timeout_s=START_TIMEOUT_S)
+
+    def in_background(self) -> Ranks:
+        """The same ranks for a thread of its own: its words never mix with those of the main thread."""
+        ranks = copy.copy(self)
+        ranks._words = ranks._patient = self._background
+        return ranks
 
     @property
     def is_first(self) -> bool:

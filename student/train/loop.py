@@ -77,10 +77,12 @@ class Loop:
         settings: LoopSettings,
         progress: Progress,
         save: Callable[[Progress], None],
+        finish_saving: Callable[[], None] = lambda: None,
         records: Records | None,
         eval_losses: dict[int, float],
     ) -> None:
-        """save: writes a checkpoint of the present state. records: None on ranks that keep none. eval_losses: held-out
+        """save: writes a checkpoint of the present state, or begins to; finish_saving: it is durable when this returns.
+        records: None on ranks that keep none. eval_losses: held-out
         losses so far, by step."""
         self._module = trained.module
         self._shares = trained.shares
@@ -93,6 +95,7 @@ class Loop:
         self._eval_data = eval_data
         self._settings = settings
         self._save = save
+        self._finish_saving = finish_saving
         self._records = records
         self._saved_step = progress.step
         self._stop_signal = 0
@@ -234,7 +237,7 @@ class Loop:
         if self._evaluates_after(step):
             self._evaluate(reporter)
         if settings.checkpoint_every and step % settings.checkpoint_every == 0:
-            self._checkpoint()
+            self._checkpoint(wait=False)
         if stop_signal := self._agreed_signal():
             self._checkpoint()
             raise Interrupted(stop_signal, step)
@@ -283,10 +286,12 @@ class Loop:
         rows = self._ranks.gather_floats([nats / self._module.num_copies_of_loss, num_rows])
         return sum(row[0] for row in rows), int(sum(row[1] for row in rows))
 
-    def _checkpoint(self) -> None:
+    def _checkpoint(self, *, wait: bool = True) -> None:
         if self._saved_step != self.progress.step:
             self._save(self.progress)
             self._saved_step = self.progress.step
+        if wait:
+            self._finish_saving()
 
     def _checkpoint_before_step(self, generators: RngState) -> None:
         """As after the last step taken: what the step that was not taken drew (dropout) is drawn again on resume."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -138,6 +139,9 @@ def _set_up_process(config: TrainConfig, ranks: Ranks) -> None:
         torch.set_num_threads(config.threads)
     if config.deterministic:
         fix_kernels(num_threads=config.threads or torch.get_num_threads())
+    if ranks.are_many:
+        # Nothing to be warned of where others have the rows.
+        warnings.filterwarnings("ignore", message="distillation loss: no row of this call counts")
     # Dropout is drawn anew on every rank.
     torch.manual_seed(config.seed + ranks.rank)
 

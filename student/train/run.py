@@ -110,7 +110,20 @@ def _loop(
 
     progress = ranks.together(go_on)
     records = Records.open(stack, files, step=progress.step) if ranks.is_first else None
-    saver = Saver(config=config, files=files, parts=parts, trained=trained, records=records, fixed=fixed)
+    background = None
+    if ranks.has_groups and config.background_checkpoints:
+        from student.parallel.checkpoint import BackgroundWriter
+
+        background = BackgroundWriter(ranks)
+    saver = Saver(
+        config=config,
+        files=files,
+        parts=parts,
+        trained=trained,
+        records=records,
+        fixed=fixed,
+        background=background,
+    )
     eval_losses = ranks.from_first(None if records is None else list(records.evaluations.column("eval_loss").items()))
     ring = None if parts.teachers is None else parts.teachers.ring
     feed = Feed(
@@ -127,6 +140,7 @@ def _loop(
         settings=_loop_settings(config, parts),
         progress=progress,
         save=saver.save,
+        finish_saving=saver.finish,
         records=records,
         eval_losses={int(step): loss for step, loss in eval_losses},
     )

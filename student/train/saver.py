@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
 
 from student.checkpoint import TrainState, export_model, write_checkpoint
 from student.config import TrainConfig
@@ -11,10 +12,14 @@ from student.train.parts import Parts, Trained
 from student.train.records import Records
 from student.train.resume import Progress, RunFiles
 
+if TYPE_CHECKING:
+    from student.parallel.checkpoint import BackgroundWriter
+
 
 @dataclass(frozen=True, kw_only=True)
 class Saver:
-    """fixed: the `curve_hash` of the run. records: None on ranks that keep none."""
+    """fixed: the `curve_hash` of the run. records: None on ranks that keep none. background: writes checkpoints while
+    training goes on; None: training waits."""
 
     config: TrainConfig
     files: RunFiles
@@ -22,9 +27,12 @@ class Saver:
     trained: Trained
     records: Records | None
     fixed: str
+    background: BackgroundWriter | None
 
     def save(self, now: Progress) -> None:
-        """A checkpoint of the present state; all ranks together. Raises CheckpointError, RankFailed, RankLost."""
+        """A checkpoint of the present state; all ranks together. In the background it is durable after `finish` only.
+
+        Raises CheckpointError, RankFailed, RankLost: of this one, or of the one before."""
         parts, ranks = self.parts, self.parts.ranks
         if self.records is not None:
             # First: no checkpoint may survive a power cut without the metrics that lead to it.
@@ -38,18 +46,19 @@ class Saver:
             rng=tuple(RngState.from_json(entry) for entry in generators),
         )
         if ranks.has_groups:
-            from student.parallel.checkpoint import write_sharded_checkpoint
+            from student.parallel.checkpoint import CheckpointParts, write_sharded_checkpoint
 
-            write_sharded_checkpoint(
-                self.files.checkpoints,
-                state,
-                ranks=ranks,
-                shares=self.trained.shares,
-                model=parts.student.model,
+            root, keep = self.files.checkpoints, self.config.keep_checkpoints
+            made_of = CheckpointParts.of(
+                parts.student.model,
+                self.trained.shares,
                 optimizer_tensors=self.trained.optimizer.state_tensors(),
                 tokenizer=parts.student.tokenizer,
-                keep=self.config.keep_checkpoints,
             )
+            if self.background is not None:
+                self.background.write(root, state, parts=made_of, keep=keep)
+            else:
+                write_sharded_checkpoint(root, state, ranks=ranks, parts=made_of, keep=keep)
             return
         write_checkpoint(
             self.files.checkpoints,
@@ -59,6 +68,11 @@ class Saver:
             tokenizer=parts.student.tokenizer,
             keep=self.config.keep_checkpoints,
         )
+
+    def finish(self) -> None:
+        """Wait for the checkpoint that is being written. Raises as `save`."""
+        if self.background is not None:
+            self.background.finish()
 
     def export(self) -> None:
         """The trained model as one Hugging Face directory: by rank 0, from the last checkpoint where ranks share it."""

@@ -27,8 +27,8 @@ from student.parallel.shares import Shares
 from student.parallel.vocabulary import VocabGroup, VocabShard, shard_vocabulary
 from tests.tiny_models import TOKENIZER_VOCAB, tiny_model
 
-#: Sequences of a step, however they are cut: 20 samples make two whole steps of 8 and one of 4 an epoch.
-SEQUENCES_A_STEP, NUM_SAMPLES, NUM_STEPS = 8, 20, 4
+#: Sequences of a step, however they are cut: 26 samples make two whole steps of 12 and one of 2 an epoch.
+SEQUENCES_A_STEP, NUM_SAMPLES, NUM_STEPS = 12, 26, 4
 TEACHER_WIDTH = 24
 CLIP_NORM = 0.8
 FAMILIES = ("qwen3", "llama", "gemma3")
@@ -44,7 +44,7 @@ class Way:
     world: int
     fsdp: bool = False
     vocab: int = 1
-    batch: int = 8
+    batch: int = SEQUENCES_A_STEP
     checkpointing: bool = False
 
     @property
@@ -60,7 +60,7 @@ class Way:
 def ways(world: int, *, thorough: bool) -> Iterator[Way]:
     """thorough: families, dtypes, accumulation, FSDP and vocabulary groups, each with each."""
     vocabs = [size for size in (1, 2, 3, 4) if world % size == 0]
-    batches = [batch for batch in (8, 4, 2, 1) if batch * world <= SEQUENCES_A_STEP]
+    batches = [batch for batch in (12, 6, 4, 3, 1) if SEQUENCES_A_STEP % (batch * world) == 0]
     every = itertools.product(FAMILIES, DTYPES, (False, True), vocabs, batches)
     for family, dtype, fsdp, vocab, batch in every:
         way = Way(family=family, dtype=dtype, world=world, fsdp=fsdp, vocab=vocab, batch=batch)

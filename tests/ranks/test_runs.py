@@ -26,6 +26,9 @@ def assert_same_curve(out: Path, wanted: list[dict[str, Any]]) -> None:
             assert math.isclose(ours[name], theirs[name], rel_tol=TOLERANCE), (ours["step"], name)
 
 
+@pytest.mark.case(41)
+@pytest.mark.case(42)
+@pytest.mark.case(43)
 @pytest.mark.parametrize(
     ("size", "accum", "flags"),
     [

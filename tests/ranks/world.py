@@ -20,6 +20,7 @@ class World:
         cwd: Path,
         env: Mapping[str, str] | None = None,
         restarts: int = 0,
+        **where: Any,
     ) -> None:
         port = free_port()
         self.out = out
@@ -29,6 +30,7 @@ class World:
                 out=out,
                 cwd=_own_directory(cwd, rank),
                 env={**variables_of(rank, size, port, restarts=restarts), **(env or {})},
+                **where,
             )
             for rank in range(size)
         ]

@@ -1,0 +1,82 @@
+"""The same numbers however a step is cut: over ranks, by FSDP, over a vocabulary group, by accumulation.
+
+Each world is started once and takes its steps in every way that fits it; what came of them is compared with one process
+that takes each step in one microbatch. The last step of each epoch is a partial one, in which some rank has no row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tests.ranks.steps import SEQUENCES_A_STEP, Way, ways
+from tests.ranks.world import run_steps
+
+#: Relative, by norm. Weights have gone through AdamW, which turns the sign of a gradient near 0 into a whole step.
+TOLERANCES = {"fp64": 1e-9, "fp32": 1e-5}
+WEIGHT_TOLERANCES = {"fp64": 1e-9, "fp32": 1e-4}
+
+Found = dict[str, Tensor]
+
+
+def steps_of(size: int, cwd: Path, *, thorough: bool) -> Found:
+    cwd.mkdir()
+    out = cwd / "found.safetensors"
+    for rank in run_steps(size, thorough=thorough, out=out, cwd=cwd):
+        rank.succeed()
+    return load_file(out)
+
+
+def of_way(found: Found, name: str) -> Found:
+    return {key.removeprefix(f"{name}/"): value for key, value in found.items() if key.startswith(f"{name}/")}
+
+
+def assert_same(found: Found, wanted: Found, way: Way) -> None:
+    assert found.keys() == wanted.keys()
+    for what, theirs in wanted.items():
+        limits = WEIGHT_TOLERANCES if what.startswith("weights/") else TOLERANCES
+        ours, theirs = found[what].double(), theirs.double()
+        error = float((ours - theirs).norm() / theirs.norm())
+        assert error <= limits[way.dtype], f"{way.name}: {what} differs by {error:.2g}"
+
+
+def check_world(size: int, alone: Found, cwd: Path, *, thorough: bool) -> int:
+    found = steps_of(size, cwd, thorough=thorough)
+    checked = list(ways(size, thorough=thorough))
+    for way in checked:
+        mark = "-fsdp-ckpt" if way.checkpointing else ""
+        wanted = of_way(alone, f"{way.family}-{way.dtype}-world1-batch{SEQUENCES_A_STEP}{mark}")
+        assert_same(of_way(found, way.name), wanted, way)
+    return len(checked)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], Found]:
+    made: dict[bool, Found] = {}
+
+    def get(thorough: bool) -> Found:
+        if thorough not in made:
+            made[thorough] = steps_of(1, tmp_path_factory.mktemp("alone") / str(thorough), thorough=thorough)
+        return made[thorough]
+
+    return get
+
+
+@pytest.mark.case(41)
+@pytest.mark.case(42)
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_step_over_ranks_is_the_step_of_one_process(
+    alone: Callable[[bool], Found], tmp_path: Path, size: int
+) -> None:
+    assert check_world(size, alone(False), tmp_path / "world", thorough=False) >= 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_every_cut_of_a_step_gives_the_same_numbers(alone: Callable[[bool], Found], tmp_path: Path, size: int) -> None:
+    """Families, fp32 and fp64, FSDP, vocabulary groups of every size that fits, every accumulation."""
+    assert check_world(size, alone(True), tmp_path / "world", thorough=True) >= 24
