@@ -13,6 +13,7 @@ import contextlib
 import errno
 import logging
 import secrets
+import time
 from collections.abc import Iterator
 from typing import Protocol
 
@@ -24,6 +25,7 @@ from ring.core.codec import MAX_FRAME_BYTES, decode, encode
 from ring.core.errors import ConfigError, DisaggKDError, PeerLost, RemoteProtocolError, TransportClosed
 from ring.core.messages import Message
 from ring.endpoints import address_towards, mechanism_at, parse_endpoint
+from ring.lookup import Lookup
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +35,8 @@ MAX_QUEUED_FRAMES = 1024
 MAX_UNREAD_FRAMES = 16
 #: Longest frame that a teacher sends: a welcome, or a reason.
 MAX_ANSWER_BYTES = 64 * 2**10
+#: A link to a name that leads nowhere is given up after this, so that the name is looked up again.
+LOOK_AGAIN_S = 10.0
 #: How long a frame that is already queued may still leave after close(), so that a Goodbye is heard.
 LINGER_MS = 200
 #: An attempt to connect that takes longer is begun anew.
@@ -106,17 +110,22 @@ class ZmqLink:
         context: zmq.Context[zmq.Socket[bytes]],
         endpoint: str,
         *,
+        address: str | None = None,
         keyring: Keyring | None = None,
         teacher_key: bytes = b"",
     ) -> None:
         """With a keyring the link is encrypted, and only the owner of teacher_key can be at its other end.
 
+        address: where the name in the endpoint leads to, None: it is an address itself.
         Raises ConfigError: the endpoint is none."""
         self._name = endpoint
+        self._address = address or endpoint
+        # What a name leads to may change while nobody is there yet.
+        self._give_up_at_s = float("inf") if address in (None, endpoint) else time.monotonic() + LOOK_AGAIN_S
         self._keyring = keyring
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.IDENTITY, b"s" + secrets.token_bytes(12))
-        _bound_socket(self._socket, endpoint, max_frame_bytes=MAX_ANSWER_BYTES)
+        _bound_socket(self._socket, self._address, max_frame_bytes=MAX_ANSWER_BYTES)
         if keyring is not None:
             self._socket.setsockopt(zmq.CURVE_SERVERKEY, teacher_key)
             self._socket.setsockopt(zmq.CURVE_PUBLICKEY, keyring.public)
@@ -133,7 +142,7 @@ class ZmqLink:
         self._end: DisaggKDError | None = None
         self._failure: tuple[int, int] | None = None  # of the handshake: event, its value
         try:
-            self._socket.connect(endpoint)
+            self._socket.connect(self._address)
         except zmq.ZMQError as error:
             self.close()
             raise ConfigError(f"--teacher {endpoint} can't be connected to: {error}") from error
@@ -148,7 +157,7 @@ class ZmqLink:
         return self._failure is not None
 
     def local_host(self) -> str:
-        return address_towards(self._name)
+        return address_towards(self._address)
 
     def send(self, message: Message) -> None:
         self._check_open()
@@ -166,12 +175,16 @@ class ZmqLink:
             # Only now: what arrived before the connection broke still counts.
             if self._end is None and self._disconnected():
                 self._end = self._why_ended()
+            if self._end is None and time.monotonic() > self._give_up_at_s:
+                self._end = PeerLost(f"{self._name}: nobody answers at {self._address}; its name is looked up again")
             if self._end is not None:
                 raise self._end from None
             return None
 
     def _disconnected(self) -> bool:
         for event, value in _events(self._monitor):
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._give_up_at_s = float("inf")
             if event & _HANDSHAKE_FAILURES:
                 self._failure = event, value
             if event == zmq.EVENT_DISCONNECTED:
@@ -191,7 +204,7 @@ class ZmqLink:
         if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL and value not in (errno.EPIPE, errno.ECONNRESET):
             return PeerLost(f"{name}: it is there and has not let this trainer in: it may still be loading its model")
         # Whoever notices first that only one side has keys ends the connection, without a word to the other.
-        there, here = mechanism_at(name), "NULL" if keyring is None else "CURVE"
+        there, here = mechanism_at(self._address), "NULL" if keyring is None else "CURVE"
         if there in ("NULL", "CURVE") and there != here:
             other, own = ("without", "with") if here == "CURVE" else ("with", "without")
             return ConfigError(f"{name} was started {other} --auth, this trainer {own} it; allowed: both, or neither")
@@ -224,14 +237,17 @@ class ZmqLinks:
     def __init__(
         self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, *, keyring: Keyring | None = None
     ) -> None:
+        """Raises ConfigError: the endpoint is none."""
         self._context, self._endpoint, self._keyring = context, endpoint, keyring
+        self._lookup = Lookup(endpoint)
         self._last: ZmqLink | None = None
         self._num_failed = 0
 
     def __call__(self) -> ZmqLink:
-        """Raises ConfigError: no key is trusted, or the endpoint is none."""
+        """Raises ConfigError: no key is trusted. Raises TransportError: the endpoint's name has no address (yet)."""
+        address = self._lookup.address()
         if self._keyring is None:
-            return ZmqLink(self._context, self._endpoint)
+            return ZmqLink(self._context, self._endpoint, address=address)
         teacher_keys = list(self._keyring.peers())
         if self._last is not None and self._last.handshake_failed:
             self._num_failed += 1
@@ -242,7 +258,9 @@ class ZmqLinks:
                     self._keyring.directory / PEERS_NAME,
                 )
         teacher_key = teacher_keys[self._num_failed % len(teacher_keys)]
-        self._last = ZmqLink(self._context, self._endpoint, keyring=self._keyring, teacher_key=teacher_key)
+        self._last = ZmqLink(
+            self._context, self._endpoint, address=address, keyring=self._keyring, teacher_key=teacher_key
+        )
         return self._last
 
 

@@ -20,7 +20,7 @@ import torch
 import zmq
 
 from planner.input_hash import input_hash
-from ring.control import ControlLink, ZmqLink, ZmqPort
+from ring.control import ControlLink, ZmqLink, ZmqLinks, ZmqPort
 from ring.core.config import RingConfig
 from ring.core.messages import Hello, TokenRequest
 from ring.local_control import local_pair
@@ -163,7 +163,7 @@ def make_ring(
     links = [
         (teacher.endpoint, partial(teacher.link, context))
         if isinstance(teacher, Teacher)
-        else (teacher, partial(ZmqLink, context, teacher))
+        else (teacher, ZmqLinks(context, teacher))
         for teacher in teachers
     ]
     try:

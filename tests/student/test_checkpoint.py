@@ -232,6 +232,15 @@ def test_keeping_counts_no_checkpoint_of_a_later_step(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step-00000040", "step-00000050"]
 
 
+def test_a_damaged_checkpoint_pushes_out_no_whole_one(tmp_path: Path) -> None:
+    write(tmp_path, 10)
+    os.truncate(write(tmp_path, 20) / "optimizer.safetensors", 10)
+    write(tmp_path, 30, keep=2)
+    assert names(tmp_path) == ["step-00000010", "step-00000020", "step-00000030"]
+    write(tmp_path, 40, keep=2)
+    assert names(tmp_path) == ["step-00000030", "step-00000040"]
+
+
 def test_the_same_step_written_again_replaces_the_old_one(tmp_path: Path) -> None:
     write(tmp_path, 10, model=tiny_model(seed=1))
     path = write(tmp_path, 10, model=tiny_model(seed=2))
@@ -264,9 +273,18 @@ def _edit_state(path: Path, **changes: Any) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
+def _link_to_itself(path: Path) -> None:
+    weights = path / "model/model.safetensors"
+    weights.unlink()
+    weights.symlink_to(weights)
+
+
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "no state": (lambda path: (path / "state.json").unlink(), "state.json is missing"),
     "cut state": (lambda path: os.truncate(path / "state.json", 100), "state.json can't be read"),
+    "nested state": (lambda path: (path / "state.json").write_text("[" * 100_000), "state.json can't be read"),
+    "empty directory": (lambda path: shutil.rmtree(path) or path.mkdir(), "state.json is missing"),
+    "a loop of links": (_link_to_itself, "model.safetensors can't be read"),
     "empty state": (lambda path: (path / "state.json").write_text("[]"), "state.json can't be read"),
     "edited position": (lambda path: _edit_state(path, position=7), "state.json is damaged"),
     "other format": (lambda path: _edit_state(path, format_version=99), "format 99; allowed: 1"),

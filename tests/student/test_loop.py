@@ -20,8 +20,8 @@ from student.loss import KDLoss
 from student.metrics import MetricsFile
 from student.model import DistilledStudent
 from student.optim import Schedule, StudentOptimizer
-from student.parallel.shares import Shares
 from student.parallel.ranks import Ranks
+from student.parallel.shares import Shares
 from student.rng import RngState, capture_rng
 from student.train.feed import Feed
 from student.train.loop import Interrupted, Loop, LoopSettings

@@ -1,13 +1,22 @@
-"""What a run says of its own memory."""
+"""What a run says of itself: its memory, and lines that were lost or can't be written."""
 
 from __future__ import annotations
 
+import errno
+import logging
+import os
+import resource
 import subprocess
 import sys
+from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
+import pytest
 
-from student.metrics import peak_rss_bytes
+from student.checkpoint import CheckpointError
+from student.metrics import MetricsFile, peak_rss_bytes
+from student.train.resume import warn_of_gaps
 
 BALLAST_BYTES = 512 * 2**20
 
@@ -19,3 +28,55 @@ def test_peak_memory_is_of_this_process_and_not_of_the_one_that_started_it() -> 
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert ballast.nbytes == BALLAST_BYTES  # still held while the other process ran
     assert 0 < int(said) < BALLAST_BYTES
+
+
+def test_a_disk_that_takes_no_line_says_which_file_and_what_is_left(tmp_path: Path) -> None:
+    """As a full disk does, in the midst of a line; the resumed run cuts it off."""
+    path = tmp_path / "metrics.jsonl"
+    file = MetricsFile(path, resume_step=0)
+    file.write({"step": 1, "loss": 2.5})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 7, limits[1]))
+    try:
+        with pytest.raises(CheckpointError) as caught:
+            file.write({"step": 2, "loss": 2.25})
+        file.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert str(caught.value).startswith(f"{path} could not be written: {os.strerror(errno.EFBIG)}; ")
+    assert "--resume goes on" in str(caught.value)
+    assert not path.read_text().endswith("\n"), "the line is torn"
+    resumed = MetricsFile(path, resume_step=1)
+    resumed.write({"step": 2, "loss": 2.25})
+    assert resumed.column("loss") == {1: 2.5, 2: 2.25}
+    resumed.close()
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda path: path.unlink(), "lacks 4 of the 4 steps that the checkpoint contains, from step 1 on"),
+        (
+            lambda path: path.write_text(path.read_text().replace('"step": 3', '"step": three')),
+            "lacks 2 of the 4 steps",
+        ),
+        (lambda path: path.write_bytes(path.read_bytes().replace(b'"step": 2', b'"st\xffp": 2')), "from step 2 on"),
+        (lambda path: path.write_text(path.read_text().replace('"step": 4', '"step": []')), "from step 4 on"),
+        (lambda path: None, ""),
+    ],
+)
+def test_lines_that_are_gone_are_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], object], said: str
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    file = MetricsFile(path, resume_step=0)
+    for step in range(1, 6):
+        file.write({"step": step})
+    file.close()
+    damage(path)
+    with caplog.at_level(logging.WARNING):
+        resumed = MetricsFile(path, resume_step=4)
+        warn_of_gaps(resumed, step=4)
+        resumed.close()
+    assert said in caplog.text
+    assert bool(caplog.text) == bool(said)

@@ -54,7 +54,9 @@ def test_a_run_is_never_overwritten_and_only_resumed_as_what_it_was(
     again = start_student("--teacher", endpoint)
     check_refusal(again, 2, f"--out {stopped_run.out} holds a run already; allowed: --resume, or another directory")
     faster = start_student("--teacher", endpoint, "--resume", "--lr", "5e-3", "--batch-size", 2)
-    check_refusal(faster, 2, "--resume: --batch-size was 4, now 2; --lr was 0.001, now 0.005", "allowed: the settings")
+    check_refusal(
+        faster, 2, "--resume: ", "--batch-size was 4, now 2", "--lr was 0.001, now 0.005", "allowed: the settings"
+    )
     write_texts(tmp_path / "other.jsonl", ["Other texts are no place to go on from."] * 50)
     moved = start_student("--teacher", endpoint, "--resume", "--data", tmp_path / "other.jsonl")
     check_refusal(moved, 2, "--resume: ", "data")
@@ -64,6 +66,35 @@ def test_a_run_is_never_overwritten_and_only_resumed_as_what_it_was(
     check_refusal(
         retaught, 2, "--resume: the teacher's fingerprint was ", "allowed: the teacher that the run began with"
     )
+    assert snapshot(stopped_run.out) == before
+
+
+@pytest.mark.parametrize("left", ["nothing", "half of it"])
+def test_another_teacher_is_noticed_though_the_run_file_is_lost(
+    tmp_path: Path, stopped_run: Student, start_teacher: Start, start_student: Start, left: str
+) -> None:
+    """The checkpoint itself knows its teacher."""
+    run_file = stopped_run.out / "run.json"
+    if left == "nothing":
+        run_file.unlink()
+    else:
+        run_file.write_bytes(run_file.read_bytes()[:200])
+    other = start_teacher(model=build_tiny_checkpoint(tmp_path / "other", "qwen3", seed=9, hidden_size=48))
+    student = start_student("--teacher", other.endpoint, "--resume")
+    check_refusal(student, 2, "--resume: ", "or teacher is another one", "allowed: what the run began with")
+
+
+def test_what_changes_the_last_bits_is_refused_in_a_deterministic_run(
+    endpoint: str, stopped_run: Student, start_student: Start
+) -> None:
+    before = snapshot(stopped_run.out)
+    for flags, said in (
+        (("--threads", 2), "--threads was 1, now 2"),
+        (("--workspace-bytes", 1 << 20), "--workspace-bytes was None, now 1048576"),
+        (("--deterministic", "false"), "--deterministic was True, now False"),
+    ):
+        student = start_student("--teacher", endpoint, "--resume", *flags)
+        check_refusal(student, 2, f"--resume: {said}; allowed: the settings that the run began with")
     assert snapshot(stopped_run.out) == before
 
 
