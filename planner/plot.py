@@ -68,14 +68,13 @@ def _draw(answer: Answer, paths: list[Path]) -> None:
     capacity_gb = question.gpu.memory_bytes / 1e9
     axes.axhline(capacity_gb, color="#444444", linewidth=1)
     axes.annotate(
-        f"{question.gpu.name}: {capacity_gb:.0f} GB",
+        f"{question.gpu.name}:\n{capacity_gb:.0f} GB",
         xy=(1, capacity_gb),
         xycoords=("axes fraction", "data"),
-        xytext=(-4, 4),
+        xytext=(6, 0),
         textcoords="offset points",
-        ha="right",
+        va="center",
         color="#444444",
-        bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
     )
     if kind == "tokens":
         axes.set_xscale("log")

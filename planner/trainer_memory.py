@@ -1,8 +1,8 @@
 """Memory of one trainer device, by moment of a step, for every layout and loss.
 
 The moments, in the order of a step: `teacher` (colocated only: its pass), `loss` (all activations are there, and the
-loss at work), `backward_start`, `backward_end` (all gradients are there), `optimizer`. Weights and optimizer state are
-there at each of them.
+loss at work), `backward_start`, `backward_end` (all gradients are there), `root_reduction` (sharded only), `optimizer`.
+Weights and optimizer state are there at each of them.
 
 Letters in formulas: N parameters, d hidden, V vocabulary columns, T tokens, R rows, F ranks that share the state.
 """
@@ -31,6 +31,8 @@ Loss = Literal["fused", "full"]
 #: divergence holds. The least that a careful implementation does with, and what this project's textbook takes.
 CAREFUL_LOGIT_BYTES = 18
 TEXTBOOK_LOGIT_BYTES = 37
+#: Ranks sum gradients in float32, whatever dtype they were made in.
+REDUCED_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +120,13 @@ def trainer_memory(setup: TrainerSetup) -> DeviceMemory:
     moments.append(
         moment("backward_end", [*base, gradients, *root_weights, *root_gradients, *_tied_terms(setup), *backward])
     )
+    if setup.shards > 1:
+        # Last of all the root group's gradients are summed over the ranks, in float32 and in one piece.
+        count = sum(term.num_bytes for term in root_gradients) // (2 if setup.arithmetic != "fp32" else 4)
+        reduced = Term(
+            "root_reduction", REDUCED_BYTES * count, f"{REDUCED_BYTES} x {count:,}: in float32, to be summed"
+        )
+        moments.append(moment("root_reduction", [*base, gradients, *root_weights, *root_gradients, reduced]))
     moments.append(moment("optimizer", [*base, gradients, _optimizer_temporaries(setup)]))
     return DeviceMemory(tuple(moments))
 
@@ -327,13 +336,9 @@ def _backward_terms(setup: TrainerSetup, layer: LayerActivations, gathered: int)
     ]
     if gathered:
         element = 2 if setup.arithmetic != "fp32" else 4
-        terms.append(
-            Term(
-                "gather_buffers",
-                4 * element * gathered,
-                f"{4 * element} x {gathered:,} of a layer: weights and gradients of two layers",
-            )
-        )
+        each = 3 * element + REDUCED_BYTES
+        says = f"{each} x {gathered:,}: two layers' weights, one's gradients, and these in float32 on their way"
+        terms.append(Term("gather_buffers", each * gathered, says))
     if setup.arithmetic == "autocast" and setup.checkpointing:
         count = setup.student.largest_layer.params.count
         terms.append(Term("weight_casts", 2 * count, f"2 x {count:,}: one layer's weights in bf16"))
