@@ -25,6 +25,7 @@ from bench.records import RECORDS_DIR, Check, Record, Setting, Spread, write_rec
 from bench.report import console, exit_code, figure, print_checks, print_spreads
 from bench.synthetic_student import Feeder, PipelineTimes, StepTimes, SyntheticStudent, requests_of, student_alone
 from bench.synthetic_teacher import TOKEN_MAP_HASH, synthetic_model
+from planner.pace import Stages, pace
 from ring.command import flag, parse, run, set_up_logging
 from ring.core.errors import ConfigError
 from student.config import TrainConfig
@@ -280,10 +281,15 @@ def _synthetic_record(config: PipelineConfig, cores: Cores, rounds: Sequence[Rou
         settings=settings | {"transport_used": backend, "shared_core": cores.shared_core},
         measured=measured,
         bytes_moved=sum(done.pipeline.num_bytes for done in rounds),
-        predicted={"step_s": max(measured["student_alone_s"].median, measured["teacher_alone_s"].median)},
+        predicted={"step_s": _predicted_s(measured["student_alone_s"], measured["teacher_alone_s"], config.depth)},
         checks=checks,
         notes=tuple(_notes(config, cores, part=part.median, queued_frac=queued.median)),
     )
+
+
+def _predicted_s(student: Spread, teacher: Spread, depth: int) -> float:
+    """What the planner makes of both sides' own times. Within one machine a fill takes next to nothing."""
+    return pace(Stages(teacher_s=teacher.median, link_s=0.0, student_s=student.median, depth=depth)).step_s
 
 
 def _notes(config: PipelineConfig, cores: Cores, *, part: float, queued_frac: float) -> Iterator[str]:
@@ -306,7 +312,7 @@ def _real_record(config: PipelineConfig, shape: RealShape, times: RealTimes) -> 
         settings={**asdict(shape), "transport": config.transport, "depth": config.depth, "layers": times.num_layers},
         measured={"step_s": times.step, "student_alone_s": times.student, "teacher_alone_s": times.teacher},
         bytes_moved=times.num_bytes,
-        predicted={"step_s": max(times.student.median, times.teacher.median)},
+        predicted={"step_s": _predicted_s(times.student, times.teacher, config.depth)},
         checks=(
             Check(name="step over the slower of teacher and student alone", measured=times.ratio),
             Check(name="student stall", measured=times.stall_frac, unit="frac"),

@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass
 from planner.architecture import ModelShape
 from planner.frontier import Frontier, Point, frontier_of, sweep_of
 from planner.memory import DeviceMemory
-from planner.pace import Pace, pace
 from planner.plan import LayoutPlan, Plan, Question, TeacherPlan, plan_of
 from planner.simulate import Jitter, Simulated, simulate
 from planner.verdict import Verdict, verdict_of
@@ -173,6 +172,3 @@ def _frontier(frontier: Frontier) -> dict[str, object]:
 def point_record(point: Point) -> dict[str, object]:
     """One point of a sweep."""
     return asdict(point)
-
-
-__all__ = ["SCHEMA_VERSION", "Answer", "Pace", "answer_of", "pace", "point_record", "record_of"]

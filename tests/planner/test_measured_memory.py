@@ -24,7 +24,8 @@ from planner.trainer_memory import TEXTBOOK_LOGIT_BYTES, Layout, Loss, TrainerSe
 from student.loss.products import has_matrix_units
 
 ROOT = Path(__file__).resolve().parents[2]
-NUM_STEPS = 3
+#: The second begins with the optimizer's state.
+NUM_STEPS = 2
 DEPTH, SPARES = 3, 2
 #: The allowed error: a tenth, or as much as allocators, threads and libraries take for themselves.
 TOLERANCE_FRAC, TOLERANCE_BYTES = 0.10, 64 << 20
