@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -21,6 +22,9 @@ from ring.prefetch import Ring
 from student.data import MicroBatch, MicroBatchPlan, TokenDataset, build_microbatch
 from student.parallel.agreement import Standing, Verdict, agree
 from student.parallel.ranks import RankFailed, Ranks
+
+if TYPE_CHECKING:
+    from student.train.lockstep import Lockstep
 
 #: Microbatches in host memory that are not trained on yet, at most.
 MAX_AHEAD = 64
@@ -54,6 +58,7 @@ class Feed:
         ring: Ring | None,
         *,
         ranks: Ranks,
+        lockstep: Lockstep | None = None,
         position: int,
         pad_id: int,
         device: torch.device,
@@ -61,6 +66,7 @@ class Feed:
         self.counts = FeedCounts()
         self._ring = ring
         self._ranks = ranks
+        self._lockstep = lockstep
         self._device = device
         self._planned = (
             build_microbatch(dataset, planned, pad_id=pad_id)
@@ -108,6 +114,8 @@ class Feed:
     def _agreed_lease(self, batch: MicroBatch, stop_signal: Callable[[], int]) -> Lease | None:
         """The lease of the microbatch, if it needs one, once every rank has its own."""
         ring, lease = self._ring if batch.num_rows else None, None
+        if self._lockstep is not None:
+            self._lockstep.turn(has_rows=ring is not None)
         while True:
             standing, failure = Standing.READY, self._failure
             if failure is None and ring is not None and lease is None:

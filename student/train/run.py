@@ -127,7 +127,14 @@ def _loop(
     eval_losses = ranks.from_first(None if records is None else list(records.evaluations.column("eval_loss").items()))
     ring = None if parts.teachers is None else parts.teachers.ring
     feed = Feed(
-        plan, parts.data, ring, ranks=ranks, position=progress.position, pad_id=parts.pad_id, device=ranks.device
+        plan,
+        parts.data,
+        ring,
+        ranks=ranks,
+        lockstep=None if parts.teachers is None else parts.teachers.lockstep,
+        position=progress.position,
+        pad_id=parts.pad_id,
+        device=ranks.device,
     )
     loop = Loop(
         trained=trained,

@@ -10,6 +10,7 @@ import secrets
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import zmq
@@ -28,6 +29,9 @@ from student.config import TrainConfig
 from student.parallel.ranks import Ranks
 from transport import registry
 
+if TYPE_CHECKING:
+    from student.train.lockstep import Lockstep
+
 logger = logging.getLogger(__name__)
 
 #: A teacher and a trainer in one process can't miss each other: a long step or evaluation is no reason to part.
@@ -36,13 +40,16 @@ NEVER_S = float(2**31)
 
 @dataclass(frozen=True, kw_only=True)
 class Teachers:
-    """An open ring, and the head that turns its states into logits: weight [Vt, Ht], bias [Vt] or None."""
+    """An open ring, and the head that turns its states into logits: weight [Vt, Ht], bias [Vt] or None.
+
+    lockstep: of a colocated teacher that is cut over the ranks: it computes only in turns of all of them."""
 
     ring: Ring
     head: HeadInfo
     weight: torch.Tensor
     bias: torch.Tensor | None
     fingerprint: str
+    lockstep: Lockstep | None = None
 
 
 @contextmanager
@@ -65,7 +72,7 @@ def connected(
     Raises ConfigError: models that don't fit together, a missing transport, too little memory. Raises TeacherLost: no
     replica answers in time."""
     with ExitStack() as stack:
-        hello, links, idle_work = (_colocated if config.layout == "colocated" else _disaggregated)(
+        hello, links, idle_work, cut = (_colocated if config.layout == "colocated" else _disaggregated)(
             config, stack, ranks, token_map_hash, vocab_size
         )
         ring = Ring(
@@ -104,7 +111,14 @@ def connected(
             wire_dtype.value,
         )
         weight, bias = fetch_head(ring, columns=None if columns is None else columns(welcome.head))
-        yield Teachers(ring=ring, head=welcome.head, weight=weight, bias=bias, fingerprint=welcome.fingerprint)
+        yield Teachers(
+            ring=ring,
+            head=welcome.head,
+            weight=weight,
+            bias=bias,
+            fingerprint=welcome.fingerprint,
+            lockstep=None if cut is None else cut(),
+        )
 
 
 def _ring_config(config: TrainConfig) -> RingConfig:
@@ -137,7 +151,8 @@ def resolve_device(name: str, *, local_rank: int | None = None) -> torch.device:
     return device
 
 
-Connection = tuple[Hello, list[tuple[str, LinkOpener]], Callable[[], bool] | None]
+#: Hello, links, idle work, and how the teacher is cut over the ranks once its head was fetched.
+Connection = tuple[Hello, list[tuple[str, LinkOpener]], Callable[[], bool] | None, Callable[[], "Lockstep"] | None]
 
 
 def _hello(config: TrainConfig, ranks: Ranks, token_map_hash: str, vocab_size: int, backends: tuple[str, ...]) -> Hello:
@@ -176,7 +191,7 @@ def _disaggregated(
     stack.callback(context.term)
     keyring = None if config.auth is None else load_keyring(config.auth)
     links: list[tuple[str, LinkOpener]] = [(name, ZmqLinks(context, name, keyring=keyring)) for name in endpoints]
-    return _hello(config, ranks, token_map_hash, vocab_size, registry.offered(config.transport)), links, None
+    return _hello(config, ranks, token_map_hash, vocab_size, registry.offered(config.transport)), links, None, None
 
 
 def _colocated(config: TrainConfig, stack: ExitStack, ranks: Ranks, token_map_hash: str, vocab_size: int) -> Connection:
@@ -186,6 +201,7 @@ def _colocated(config: TrainConfig, stack: ExitStack, ranks: Ranks, token_map_ha
 
     if len(config.teacher) != 1:
         raise ConfigError(f"--layout colocated takes one --teacher DIR|ID, got {len(config.teacher)}")
+    is_shared = config.fsdp and ranks.are_many
     backends = registry.offered(config.transport, same_process=True)
     model = load_teacher(config.teacher[0], dtype=config.teacher_dtype, device=ranks.device)
     link, port = local_pair()
@@ -199,7 +215,8 @@ def _colocated(config: TrainConfig, stack: ExitStack, ranks: Ranks, token_map_ha
             max_batch_tokens=config.max_batch_tokens,
             max_students=1,
             student_timeout_s=NEVER_S,
-            deterministic=config.deterministic,
+            # In turns of all ranks a pass must not serve two microbatches of one.
+            deterministic=config.deterministic or is_shared,
             raises_failures=True,
         ),
     )
@@ -212,6 +229,8 @@ def _colocated(config: TrainConfig, stack: ExitStack, ranks: Ranks, token_map_ha
             raise TeacherLost("the teacher in this process ended the session")
         return unopened.pop()
 
+    in_turns = False
+
     def run_teacher() -> bool:
         try:
             talked = service.io_turn()
@@ -221,5 +240,15 @@ def _colocated(config: TrainConfig, stack: ExitStack, ranks: Ranks, token_map_ha
         except Exception as error:
             raise TeacherLost(f"the teacher in this process failed: {type(error).__name__}: {error}") from error
 
+    def idle_work() -> bool:
+        return service.io_turn() if in_turns else run_teacher()
+
+    def cut() -> Lockstep:
+        nonlocal in_turns
+        from student.train.lockstep import Lockstep, SharedBody
+
+        in_turns = True
+        return Lockstep(SharedBody(model.split, ranks), run_teacher)
+
     hello = _hello(config, ranks, token_map_hash, vocab_size, backends)
-    return hello, [(link.name, open_link)], run_teacher
+    return hello, [(link.name, open_link)], idle_work, cut if is_shared else None

@@ -10,6 +10,7 @@ import pytest
 import transformers
 
 from tests.ranks.conftest import StartWorld
+from tests.system.conftest import Inputs
 from tests.system.processes import curve
 
 #: Rounding of fp32 sums in another order, over a whole run.
@@ -54,3 +55,16 @@ def test_ranks_train_as_one_process_does(
     assert world.summary["ranks"] == size
     model = transformers.AutoModelForCausalLM.from_pretrained(world.out / "model")
     assert model.config.vocab_size == model.get_output_embeddings().weight.shape[0]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [pytest.param((), id="a teacher on each"), pytest.param(("--fsdp", "--ring-depth", 2), id="one cut over them")],
+)
+def test_a_teacher_in_the_ranks_own_processes_gives_the_same_curve(
+    one_rank_curve: list[dict[str, Any]], inputs: Inputs, start_world: StartWorld, flags: tuple[object, ...]
+) -> None:
+    """With FSDP the teacher is cut too, and the ranks make its passes together, those without a row with them."""
+    world = start_world("--layout", "colocated", "--teacher", inputs.teacher, *flags, size=2, accum=2)
+    world.succeed()
+    assert_same_curve(world.out, one_rank_curve)
