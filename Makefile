@@ -59,7 +59,7 @@ test-rdma: setup ## the transport over real RDMA verbs, in a virtual machine wit
 	PYTHON=$(abspath $(PY)) tests/rdma/run.sh $(PYTEST_ARGS)
 
 # Each of these takes MINUTES; a new one is a line here and a target of its own.
-soak: soak-simulation soak-chaos ## what no test has tried yet, for MINUTES=10 each: new seeds of the simulator and of chaos, abuse of both sides
+soak: soak-simulation soak-chaos soak-security ## what no test has tried yet, for MINUTES=10 each: new seeds of the simulator and of chaos, abuse of both sides, strangers
 
 MINUTES ?= 10
 
@@ -70,6 +70,12 @@ soak-chaos: setup
 	SOAK_MINUTES=$(MINUTES) $(PY) -m pytest -m slow tests/chaos/test_back_pressure.py
 	end=$$(($$(date +%s) + 60 * $(MINUTES))); seed=$$(date +%s); while [ $$(date +%s) -lt $$end ]; do \
 		echo "CHAOS_SEED=$$seed"; CHAOS_SEED=$$seed $(PY) -m pytest -n 2 --dist worksteal -m slow tests/chaos/test_replicas.py; \
+		seed=$$((seed + 1)); done
+
+soak-security: setup
+	end=$$(($$(date +%s) + 60 * $(MINUTES))); seed=$$(date +%s); while [ $$(date +%s) -lt $$end ]; do \
+		echo "STRANGERS_SEED=$$seed"; STRANGERS_SEED=$$seed FUZZ_EXAMPLES=1000 $(PY) -m pytest -n 2 --dist worksteal \
+		--hypothesis-seed=$$seed tests/security/test_strangers.py tests/security/test_decoders.py tests/ring_core/test_codec.py; \
 		seed=$$((seed + 1)); done
 
 bench: setup ## throughput and memory, printed against their targets

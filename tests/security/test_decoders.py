@@ -26,7 +26,7 @@ from transport.memory import POISON_BYTE, SlotArena
 from transport.zmq_link import ANNOUNCE, CHUNK, GREETING, KIND_ANNOUNCE, KIND_CHUNK, MAGIC, Link, connect
 
 #: More of it for `make soak`.
-MANY = int(os.environ.get("DISAGGKD_FUZZ_EXAMPLES", "60"))
+MANY = int(os.environ.get("FUZZ_EXAMPLES", "60"))
 fuzz = settings(max_examples=MANY, deadline=None, suppress_health_check=list(HealthCheck))
 
 NUM_SLOTS, SLOT_BYTES, ARMED_BYTES = 2, 65536, 100
