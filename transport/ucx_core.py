@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Mapping
 from ctypes import byref, c_int, c_size_t, c_void_p
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -61,6 +62,9 @@ class Context:
 
     def __init__(self, settings: Mapping[str, str]) -> None:
         self.ucp = lib.load()
+        unsafe = lib.why_unsafe(lib.version(), environ=os.environ, maps=Path("/proc/self/maps").read_text())
+        if unsafe is not None:
+            raise ConfigError(f"UCX {version()} is not safe with {unsafe}; allowed: 1.22 or newer, or without that")
         config, handle = c_void_p(), c_void_p()
         _check(self.ucp.ucp_config_read(None, None, byref(config)), ConfigError, "UCX can't read its settings")
         try:

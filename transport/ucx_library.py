@@ -13,6 +13,8 @@ import functools
 import importlib
 import importlib.util
 import os
+import re
+from collections.abc import Mapping
 from ctypes import POINTER, c_char_p, c_int, c_int8, c_size_t, c_uint, c_uint32, c_uint64, c_void_p
 from ctypes.util import find_library
 from pathlib import Path
@@ -144,6 +146,25 @@ def status_of(pointer: int | None) -> int:
 def describe(status: int) -> str:
     """The error in words."""
     return str(load().ucs_status_string(status).decode())
+
+
+def version() -> tuple[int, int]:
+    """Major and minor."""
+    major, minor = load().ucp_get_version_string().decode().split(".")[:2]
+    return int(major), int(minor)
+
+
+def why_unsafe(version: tuple[int, int], *, environ: Mapping[str, str], maps: str) -> str | None:
+    """Why a UCX of this version would end the process by SIGSEGV one day; None: it would not.
+
+    Before 1.22 it does when a fetch is given up and it may not watch the memory of the process: because a variable says
+    so, or because another UCX watches it. maps: as in /proc/self/maps."""
+    if version >= (1, 22):
+        return None
+    if environ.get("UCX_MEM_EVENTS", "y").lower() in ("n", "no", "0", "off"):
+        return f"UCX_MEM_EVENTS={environ['UCX_MEM_EVENTS']}"
+    watchers = sorted({line.split()[-1] for line in maps.splitlines() if re.search(r"/libucm[-.]", line)})
+    return f"two of it in this process ({', '.join(watchers)})" if len(watchers) > 1 else None
 
 
 def path() -> str:

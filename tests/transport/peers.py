@@ -36,7 +36,7 @@ T = TypeVar("T")
 HANG_GUARD_S = 60.0 * float(os.environ.get("DISAGGKD_TEST_PATIENCE", "1"))  # more of it where all is emulated
 
 _processes = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload([__name__, "transport.local", "transport.shm", "transport.ucx", "transport.zmq_tcp"])
+_processes.set_forkserver_preload([__name__, *(entry.module for entry in registry.ENTRIES)])
 
 
 def payload(seq: int, num_bytes: int) -> torch.Tensor:

@@ -73,6 +73,31 @@ def test_a_library_that_can_not_be_loaded_is_named() -> None:
     assert "/nowhere/libucp.so.0" in run.stdout
 
 
+def test_a_ucx_that_would_crash_one_day_is_refused_with_the_reason() -> None:
+    alone = "7f00-7f01 r-xp 0 00:00 1 /usr/lib/libucm.so.0.0.0\n7f02-7f03 r--p 0 00:00 1 /usr/lib/libucm.so.0.0.0\n"
+    beside = alone + "7f04-7f05 r-xp 0 00:00 2 /venv/other.libs/libucm-f6ca5dec.so.0.0.0\n"
+    assert ucx_library.why_unsafe((1, 21), environ={}, maps=alone) is None
+    assert ucx_library.why_unsafe((1, 22), environ={"UCX_MEM_EVENTS": "n"}, maps=beside) is None
+    assert ucx_library.why_unsafe((1, 21), environ={"UCX_MEM_EVENTS": "n"}, maps=alone) == "UCX_MEM_EVENTS=n"
+    reason = ucx_library.why_unsafe((1, 21), environ={}, maps=beside)
+    assert reason is not None
+    assert "/venv/other.libs/libucm-f6ca5dec.so.0.0.0" in reason
+    assert ucx_library.version() >= (1, 22), "what constraints.txt installs is safe"
+
+
+def test_a_fetch_that_is_given_up_ends_well_where_memory_is_not_watched() -> None:
+    """UCX 1.21 died of it."""
+    suite = [*sorted(map(str, (REPOSITORY / "tests" / "transport").glob("test_conformance_proc*.py"))), "--backend=ucx"]
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *suite, "-k", "stopped_teacher"],
+        cwd=REPOSITORY,
+        env={**os.environ, "UCX_MEM_EVENTS": "n", "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stdout[-3000:]
+
+
 def test_every_part_of_a_fill_and_of_the_token_makes_another_tag() -> None:
     tokens = (bytes(32), bytes(31) + b"\1")
     fills = [FillId(*numbers) for numbers in itertools.product((-1, 0, 1, 2**62), (0, 1, 2**62), (0, 1))]
