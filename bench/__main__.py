@@ -1,4 +1,4 @@
-"""`python -m bench`: measures the transports, the whole pipeline and the loss, and holds them against their targets."""
+"""`python -m bench`: measures the transports, the ring, the pipeline and the loss, and holds them against their targets."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ PROG = "bench"
 BENCHES = {
     "transport": Entry("bench.bench_transport", "bytes a second of each transport, against memcpy and a raw socket"),
     "pipeline": Entry("bench.bench_pipeline", "a step against the slower of teacher and student alone"),
+    "core": Entry("bench.bench_core", "what the ring's state machines cost a fill, with up to 1,000 replicas"),
     "loss": Entry("bench.bench_kd_loss", "time and memory of the fused loss, against the full one"),
 }
 #: Runs some of the benches itself, and the trainings beside them: no part of `all`.
