@@ -1,4 +1,4 @@
-"""`python -m bench`: measures the transports, the ring, the pipeline and the loss, and holds them against their targets."""
+"""`python -m bench`: measures transports, the ring, the pipeline and the loss, and holds them against their targets."""
 
 from __future__ import annotations
 
