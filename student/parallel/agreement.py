@@ -6,6 +6,7 @@ collective whose time-out would have to be as long as a teacher may take.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -32,10 +33,14 @@ class Verdict:
 
 
 def agree(ranks: Ranks, standing: Standing, *, signal: int = 0, exit_code: int = 0) -> Verdict:
-    """One round of words among all ranks. exit_code: of what was lost. Raises RankLost.
+    """One round of words among all ranks. exit_code: of what was lost. Raises RankLost."""
+    return decide(ranks.gather([int(standing), signal, exit_code]))
+
+
+def decide(rows: Sequence[Sequence[int]]) -> Verdict:
+    """What follows from each rank's standing, signal and exit code.
 
     STOPPING counts only while some rank waits: when all are ready, the step is finished first."""
-    rows = ranks.gather([int(standing), signal, exit_code])
     standings = [Standing(row[0]) for row in rows]
     signals = [row[1] for row in rows if row[1]]
     highest = max(standings)

@@ -1,0 +1,56 @@
+"""What the ranks make of how each of them stands, and of what torchrun says to them."""
+
+from __future__ import annotations
+
+import pytest
+
+from ring.core.errors import ConfigError
+from student.parallel.agreement import Standing, decide
+from student.parallel.ranks import Launch
+from student.train.teachers import _endpoints_of
+
+READY, WAITING, STOPPING, LOST = Standing
+
+
+@pytest.mark.parametrize(
+    ("own", "signal", "other", "wanted"),
+    [
+        (READY, 0, [READY, 0, 0], READY),
+        (READY, 15, [READY, 0, 0], READY),  # the step is finished first
+        (READY, 0, [WAITING, 0, 0], WAITING),
+        (READY, 0, [WAITING, 15, 0], STOPPING),
+        (WAITING, 2, [READY, 0, 0], STOPPING),
+        (WAITING, 15, [LOST, 0, 3], LOST),  # whoever lost its teacher says so, whatever was asked of the others
+    ],
+)
+def test_of_several_standings_the_worst_decides(own: Standing, signal: int, other: list[int], wanted: Standing) -> None:
+    verdict = decide([[own, signal, 0], other])
+    assert verdict.standing is wanted
+    assert verdict.signal == (signal or other[1])
+
+
+def test_the_verdict_names_who_is_lost_and_how_it_ends() -> None:
+    verdict = decide([[READY, 0, 0], [READY, 0, 0], [LOST, 0, 3], [LOST, 0, 1]])
+    assert verdict.lost == ((2, 3), (3, 1))
+
+
+@pytest.mark.parametrize(
+    ("count", "wanted"), [(0, ["abc", "abc", "abc"]), (1, ["a", "b", "c"]), (2, ["ab", "ca", "bc"]), (9, ["abc"] * 3)]
+)
+def test_replicas_are_dealt_to_ranks_in_turn(count: int, wanted: list[str]) -> None:
+    dealt = [_endpoints_of(rank, ("a", "b", "c"), count) for rank in range(3)]
+    assert [sorted(endpoints) for endpoints in dealt] == [sorted(text) for text in wanted]
+
+
+def test_a_launch_is_read_from_what_torchrun_sets_or_there_is_none() -> None:
+    told = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "h", "MASTER_PORT": "1"}
+    assert Launch.from_environment({}) is None
+    assert Launch.from_environment(told) == Launch(rank=1, world_size=4, local_rank=1, restarts=0)
+    restarted = Launch.from_environment(told | {"TORCHELASTIC_RESTART_COUNT": "2"})
+    assert restarted is not None
+    assert restarted.restarts == 2
+    for broken in ({"RANK": "4"}, {"RANK": "x"}):
+        with pytest.raises(ConfigError, match="environment: "):
+            Launch.from_environment(told | broken)
+    with pytest.raises(ConfigError, match="without MASTER_PORT"):
+        Launch.from_environment({name: value for name, value in told.items() if name != "MASTER_PORT"})
