@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.system.conftest import Inputs, Start
+from tests.system.conftest import NUM_STEPS, Inputs, Start
 from tests.system.processes import Command, Student, Teacher, check_refusal, check_untouched, free_port
 from tests.tiny_models import build_tiny_checkpoint, tiny_tokenizer
 
@@ -147,7 +147,7 @@ def test_data_that_can_not_be_trained_on(
     ("flags", "text"),
     [
         (("--max-length", 500), "--max-length 500: the student has positions for 128 tokens"),
-        (("--warmup-steps", 100), "warm-up of 100 steps; allowed: 0 to 45"),
+        (("--warmup-steps", 100), f"warm-up of 100 steps; allowed: 0 to {NUM_STEPS}"),
         (("--device", "cuda:7"), "--device cuda:7: "),
         (("--device", "abacus"), "--device abacus: "),
         (("--jsd-teacher-weight", 1.0, "--divergence", "jsd"), "--jsd-teacher-weight must be "),
