@@ -159,6 +159,7 @@ class Malice:
         return Path.touch, (self._path,)
 
 
+@pytest.mark.case(64)
 def test_case_64_a_pickle_sent_to_a_teacher_is_refused_and_never_run(
     endpoint: str, start_student: Start, quiet_curve: list[dict[str, Any]], tmp_path: Path
 ) -> None:
