@@ -8,6 +8,7 @@ left out here.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import importlib
@@ -126,6 +127,10 @@ def load() -> ctypes.CDLL:
 def _open() -> ctypes.CDLL:
     named = os.environ.get(LIBRARY_VARIABLE)
     if named is not None:
+        # A UCX out of a wheel may bring a libnl-route. If the system's is loaded after it, by a driver, destructors of
+        # one end up in the other, and the process dies by SIGSEGV at its very end.
+        with contextlib.suppress(OSError):  # the system has none
+            ctypes.CDLL("libnl-route-3.so.200")
         return ctypes.CDLL(named)
     prefers_system = os.environ.get("RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY", "false").lower() not in ("false", "0", "")
     if prefers_system or importlib.util.find_spec("libucx") is None:

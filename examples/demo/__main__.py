@@ -1,4 +1,4 @@
-"""`make demo`: train a small teacher, serve it, distil a student from it over shared memory, and draw what came of it.
+"""`make demo`: train a small teacher, serve it, distil a student from it over a transport, and draw what came of it.
 
 With --teacher, --student and --data the same is done with your own models and text. A second run reuses the teacher.
 """
@@ -51,6 +51,7 @@ class DemoConfig:
     lr: float | None = flag(
         None, f"peak learning rate of the students; default: {STUDENT_LR}, with your own {OWN_STUDENT_LR}"
     )
+    transport: str = flag("shm", "how the teacher's states travel: shm, zmq or ucx")
     out: str = flag("runs/demo", "where everything is written", metavar="DIR")
     fresh: bool = flag(False, "train the demo's teacher anew")
     debug: bool = flag(False, "print tracebacks")
@@ -107,13 +108,13 @@ def demo(config: DemoConfig) -> None:
         for directory in (kd_dir, ce_dir):
             shutil.rmtree(directory, ignore_errors=True)
         common = student_arguments(config, material, root)
-        serving = ["--model", material.teacher, "--transport", "shm", "--listen", "tcp://127.0.0.1:*", "--threads", "1"]
-        with teacher(serving, root=root) as service:
+        serving = ["--model", material.teacher, "--listen", "tcp://127.0.0.1:*", "--threads", "1"]
+        with teacher([*serving, "--transport", config.transport], root=root) as service:
             arguments = [
                 "--teacher",
                 service.endpoint,
                 "--transport",
-                "shm",
+                config.transport,
                 "--kd-weight",
                 "0.9",
                 "--ce-weight",
@@ -123,7 +124,7 @@ def demo(config: DemoConfig) -> None:
                 [*common, *arguments, "--threads", "1"],
                 out=kd_dir,
                 num_steps=config.steps,
-                title="student, distilled over shared memory",
+                title=f"student, distilled over {config.transport}",
                 progress=progress,
             )
         train(
