@@ -281,6 +281,7 @@ class ZmqPort:
         Raises ConfigError: the address can't be listened on."""
         parse_endpoint(listen, flag=flag)
         self._closed = False
+        self._endpoint = listen
         self._said: set[str] = set()
         self._socket = context.socket(zmq.ROUTER)
         _bound_socket(self._socket, listen, max_frame_bytes=max_frame_bytes)
