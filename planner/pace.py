@@ -56,15 +56,16 @@ def teacher_flops(model: ModelShape, *, sequence_tokens: int) -> float:
 
 
 def student_flops(
-    model: ModelShape, shape: LossShape, *, rows_frac: float, sequence_tokens: int, checkpointing: bool, mode: str
+    model: ModelShape, shape: LossShape, *, tokens: int, sequence_tokens: int, checkpointing: bool, mode: str
 ) -> StudentFlops:
-    """Of one token of training: forward, twice that backward, and once more where activations are recomputed."""
+    """Of one token of training: forward, twice that backward, and once more where activations are recomputed.
+
+    shape: the loss's call for a microbatch of `tokens`."""
     passes = 4.0 if checkpointing else 3.0
-    per_row = loss_flops(shape, "keep" if mode == "keep" else "recompute") / max(shape.num_rows, 1)
     return StudentFlops(
         body=passes * 2.0 * model.active_body,
         attention=passes * attention_flops(model, sequence_tokens=sequence_tokens),
-        loss=per_row * rows_frac,
+        loss=loss_flops(shape, "keep" if mode == "keep" else "recompute") / tokens,
     )
 
 

@@ -24,7 +24,7 @@ from planner.pace import (
 )
 from planner.settings import WEIGHT_BYTES, PlanSettings
 from planner.teacher_memory import TeacherSetup, fewest_devices, teacher_memory
-from planner.traffic import TokenBytes, sharding_bytes, states_bytes, token_bytes
+from planner.traffic import TokenBytes, sharding_bytes, states_bytes, token_bytes, vocab_group_bytes
 from planner.trainer_memory import Layout, Loss, TrainerSetup, loss_plan, loss_shape, trainer_memory
 
 #: The three ways, from the most demanding to the least.
@@ -176,7 +176,8 @@ def trainer_setup(question: Question, layout: Layout, loss: Loss) -> TrainerSetu
         is_8bit=settings.optimizer == "adamw8bit",
         shards=settings.shards,
         tp=settings.student_tp,
-        vocab_shards=settings.vocab_shards,
+        # Full logits are never cut.
+        vocab_shards=1 if loss == "full" else settings.vocab_parallel,
         checkpointing=settings.checkpointing,
         grad_accum=settings.grad_accum,
         wire_bytes=settings.wire_bytes,
@@ -206,7 +207,7 @@ def plan_of(question: Question) -> Plan:
     flops = student_flops(
         question.student,
         shape,
-        rows_frac=settings.rows / settings.tokens_per_gpu,
+        tokens=settings.tokens_per_gpu,
         sequence_tokens=settings.sequence_tokens,
         checkpointing=settings.checkpointing,
         mode=mode,
@@ -258,10 +259,13 @@ def _student_s(question: Question, rate: float) -> float:
     """Of one microbatch on student_tp GPUs: computing, or gathering and scattering the shards, whichever is longer."""
     settings = question.settings
     compute_s = settings.tokens_per_gpu / (rate * settings.student_tp)
-    if settings.shards == 1 or settings.student_tokens_per_s is not None:
+    if settings.student_tokens_per_s is not None:
         return compute_s
     moved = sharding_bytes(question.student, shards=settings.shards, element_bytes=2, num_passes=3)
-    return max(compute_s, moved / settings.student_tp / _group_bytes_per_s(question))
+    moved //= settings.student_tp
+    shape = loss_shape(trainer_setup(question, "disagg", "fused"))
+    moved += settings.rows * vocab_group_bytes(shape, num_ranks=settings.vocab_parallel)
+    return max(compute_s, moved / _group_bytes_per_s(question))
 
 
 def _group_bytes_per_s(question: Question) -> float:

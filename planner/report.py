@@ -29,6 +29,8 @@ def print_answer(answer: Answer, out: Console) -> None:
     out.print(f"[bold {_COLOURS[verdict.choice]}]{verdict.headline}[/]", highlight=False)
     for reason in verdict.reasons:
         out.print(f"  {reason}", highlight=False)
+    for warning in verdict.warnings:
+        out.print(f"  [yellow]{warning}[/]", highlight=False)
     out.print()
     out.print(_layouts(plan))
     out.print(_memory(plan))

@@ -47,9 +47,9 @@ class PlanSettings:
     master: Literal["fp32", "bf16"] = flag("fp32", "dtype that the student's weights are kept and updated in")
     optimizer: Literal["adamw", "adamw8bit"] = flag("adamw", "AdamW in the master's dtype, or in 8 bits")
     checkpointing: bool = flag(True, "recompute activations in the backward pass")
-    fsdp: int = flag(0, "ranks that share the student's state; 0: all")
+    fsdp_ranks: int = flag(0, "ranks that share the student's state; 0: all")
     student_tp: int = flag(1, "ranks that share each of the student's layers")
-    vocab_shards: int = flag(1, "ranks that share the columns of both heads")
+    vocab_parallel: int = flag(1, "ranks that share the columns of both heads")
     workspace_bytes: int | None = flag(None, "of the fused loss; default: it chooses")
     full_logit_bytes: int = flag(18, "bytes that the full loss holds for one logit; the textbook here takes 37")
 
@@ -88,9 +88,18 @@ class PlanSettings:
     list: bool = flag(False, "print the presets and end")
 
     def __post_init__(self) -> None:
-        for name in ("gpus", "nodes", "grad_accum", "student_tp", "vocab_shards", "teacher_pp", "ring_depth", "top_k"):
+        for name in (
+            "gpus",
+            "nodes",
+            "grad_accum",
+            "student_tp",
+            "vocab_parallel",
+            "teacher_pp",
+            "ring_depth",
+            "top_k",
+        ):
             _require(self, name, 1 <= getattr(self, name) <= MAX_COUNT, f"1 to {MAX_COUNT}")
-        for name in ("fsdp", "teacher_tp", "teacher_replicas", "ring_spares"):
+        for name in ("fsdp_ranks", "teacher_tp", "teacher_replicas", "ring_spares"):
             _require(self, name, 0 <= getattr(self, name) <= MAX_COUNT, f"0 to {MAX_COUNT}")
         for name in ("tokens_per_gpu", "sequence_tokens", "teacher_batch_tokens"):
             _require(self, name, 1 <= getattr(self, name) <= MAX_TOKENS, f"1 to {MAX_TOKENS}")
@@ -114,7 +123,7 @@ class PlanSettings:
         if ranks % self.student_tp:
             raise PlanError(f"--student-tp {self.student_tp} does not divide the {ranks} GPUs that train")
         trainers = self.num_trainers
-        for name, size in (("fsdp", self.fsdp), ("vocab-shards", self.vocab_shards)):
+        for name, size in (("fsdp-ranks", self.fsdp_ranks), ("vocab-parallel", self.vocab_parallel)):
             if size and trainers % size:
                 raise PlanError(f"--{name} {size} does not divide the {trainers} trainers")
         if self.precision == "fp32" and self.master == "bf16":
@@ -132,7 +141,7 @@ class PlanSettings:
 
     @property
     def shards(self) -> int:
-        return self.fsdp or self.num_trainers
+        return self.fsdp_ranks or self.num_trainers
 
     @property
     def rows(self) -> int:

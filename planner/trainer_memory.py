@@ -9,11 +9,10 @@ Letters in formulas: N parameters, d hidden, V vocabulary columns, T tokens, R r
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
-from planner.activations import ELEMENT_BYTES, Arithmetic, LayerActivations, layer_activations, saved_bytes
-from planner.architecture import ModelShape
+from planner.activations import ELEMENT_BYTES, LayerActivations, layer_activations, saved_bytes
 from planner.loss_costs import (
     LossPlan,
     LossShape,
@@ -24,59 +23,25 @@ from planner.loss_costs import (
 )
 from planner.memory import DeviceMemory, Term, divided, moment, optimizer_bytes, slot_bytes
 from planner.teacher_memory import pass_bytes
+from planner.trainer_setup import (
+    CAREFUL_LOGIT_BYTES,
+    REDUCED_BYTES,
+    TEXTBOOK_LOGIT_BYTES,
+    Layout,
+    Loss,
+    TrainerSetup,
+)
 
-Layout = Literal["disagg", "colocated"]
-Loss = Literal["fused", "full"]
-#: A logit of the full loss costs at its peak: both models' logits in float32, both log softmaxes, and what the
-#: divergence holds. The least that a careful implementation does with, and what this project's textbook takes.
-CAREFUL_LOGIT_BYTES = 18
-TEXTBOOK_LOGIT_BYTES = 37
-#: Ranks sum gradients in float32, whatever dtype they were made in.
-REDUCED_BYTES = 4
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainerSetup:
-    """One trainer device and its microbatch.
-
-    shards: ranks that share weights, gradients and optimizer state (FSDP, ZeRO-3). tp: ranks that share each layer.
-    vocab_shards: ranks that share both heads' columns. element_bytes: of the weights that are trained. rows: tokens
-    that count. pass_tokens: tokens of the colocated teacher's pass. matrix_units: of a CPU, for 16-bit products.
-    free_bytes: what the loss finds free when it chooses its mode; None: enough.
-    """
-
-    student: ModelShape
-    teacher: ModelShape
-    layout: Layout = "disagg"
-    loss: Loss = "fused"
-    tokens: int
-    rows: int
-    sequence_tokens: int
-    pass_tokens: int = 0
-    arithmetic: Arithmetic = "bf16"
-    element_bytes: int = 4
-    is_8bit: bool = False
-    shards: int = 1
-    tp: int = 1
-    vocab_shards: int = 1
-    checkpointing: bool = True
-    grad_accum: int = 1
-    device: Literal["cuda", "cpu"] = "cuda"
-    matrix_units: bool = False
-    has_delta_kernel: bool = True
-    wire_bytes: int = 2
-    teacher_bytes: int = 2
-    ring_depth: int = 3
-    ring_spares: int = 2
-    slots_on_device: bool = True
-    workspace_bytes: int | None = None
-    free_bytes: int | None = None
-    full_logit_bytes: int = CAREFUL_LOGIT_BYTES
-
-    @property
-    def columns(self) -> int:
-        """Vocabulary columns on this rank."""
-        return divided(self.student.vocab_size, by=self.vocab_shards)
+__all__ = [
+    "CAREFUL_LOGIT_BYTES",
+    "TEXTBOOK_LOGIT_BYTES",
+    "Layout",
+    "Loss",
+    "TrainerSetup",
+    "loss_plan",
+    "loss_shape",
+    "trainer_memory",
+]
 
 
 def trainer_memory(setup: TrainerSetup) -> DeviceMemory:
@@ -134,36 +99,37 @@ def trainer_memory(setup: TrainerSetup) -> DeviceMemory:
 # ---- what is there all the time ------------------------------------------------------------------------------------
 
 
-def _share(setup: TrainerSetup, count: int) -> int:
-    return divided(count, by=setup.shards * setup.tp)
+def _share(setup: TrainerSetup, num_bytes: int, kept_bytes: int) -> int:
+    """This rank's part of something that all parameters have, of which `kept_bytes` are cut over a vocabulary group."""
+    cut = divided(num_bytes - kept_bytes, by=setup.shards * setup.tp)
+    return cut + divided(kept_bytes, by=setup.vocab_shards * setup.tp)
 
 
-def _over(setup: TrainerSetup) -> str:
-    ranks = setup.shards * setup.tp
-    return f" / {ranks}" if ranks > 1 else ""
+def _of_state(setup: TrainerSetup, element: int) -> tuple[int, str]:
+    """Bytes and formula of `element` bytes for every parameter."""
+    count, kept, ranks = setup.student.num_params, setup.kept.count, setup.shards * setup.tp
+    over = f" / {ranks}" if ranks > 1 else ""
+    says = f"{element} N{over} = {element} x {count - kept:,}{over}"
+    if kept:
+        says += f" + {element} x {kept:,} / {setup.vocab_shards * setup.tp}"
+    return _share(setup, element * count, element * kept), says
 
 
 def _state_terms(setup: TrainerSetup) -> list[Term]:
-    params, element = setup.student.params, setup.element_bytes
-    state = optimizer_bytes(params, element_bytes=element, is_8bit=setup.is_8bit)
-    says = "2 x 8 bit and scales" if setup.is_8bit else f"2 x {element} N"
+    element = setup.element_bytes
+    state, kept = (
+        optimizer_bytes(params, element_bytes=element, is_8bit=setup.is_8bit)
+        for params in (setup.student.params, setup.kept)
+    )
+    says = "2 x 8 bit and scales" if setup.is_8bit else f"2 x {element} bytes and a count for each tensor"
     return [
-        Term(
-            "weights",
-            _share(setup, element * params.count),
-            f"{element} N{_over(setup)} = {element} x {params.count:,}{_over(setup)}",
-        ),
-        Term("optimizer_state", _share(setup, state), f"{says}{_over(setup)}, N = {params.count:,}"),
+        Term("weights", *_of_state(setup, element)),
+        Term("optimizer_state", _share(setup, state, kept), f"{says}, shared as the weights are"),
     ]
 
 
 def _gradients(setup: TrainerSetup) -> Term:
-    count, element = setup.student.num_params, setup.element_bytes
-    return Term(
-        "gradients",
-        _share(setup, element * count),
-        f"{element} N{_over(setup)} = {element} x {count:,}{_over(setup)}",
-    )
+    return Term("gradients", *_of_state(setup, setup.element_bytes))
 
 
 def _ring_terms(setup: TrainerSetup) -> list[Term]:
@@ -186,10 +152,10 @@ def _root_terms(setup: TrainerSetup) -> tuple[list[Term], list[Term]]:
     if setup.shards == 1:
         return [], []
     student = setup.student
-    head = divided(student.head.count, by=setup.vocab_shards)
-    count = divided(student.embedding.count + head, by=setup.tp) + student.final_norm.count
+    ends = student.embedding.count + student.head.count - setup.kept.count
+    count = divided(ends, by=setup.tp) + student.final_norm.count
     element = 2 if setup.arithmetic != "fp32" else 4
-    says = f"{element} x {count:,} (embedding, head, final norm, gathered)"
+    says = f"{element} x {count:,} (embedding, head, final norm: what of them is gathered)"
     return (
         [Term("root_weights", element * count, says)],
         [Term("root_gradients", element * count, f"{element} x {count:,}")],
@@ -266,7 +232,8 @@ def loss_shape(setup: TrainerSetup) -> LossShape:
     on_slow_cpu = setup.device == "cpu" and is_16bit and not setup.matrix_units
     on_fast_cpu = setup.device == "cpu" and is_16bit and setup.matrix_units
     return LossShape(
-        num_rows=setup.rows,
+        # A group's ranks handle each other's rows, each for its own columns.
+        num_rows=setup.rows * setup.vocab_shards,
         num_columns=setup.columns,
         student_hidden=setup.student.hidden_size,
         teacher_hidden=setup.teacher.hidden_size,
@@ -289,10 +256,11 @@ def loss_plan(setup: TrainerSetup) -> LossPlan:
 def _fused_terms(setup: TrainerSetup) -> list[Term]:
     shape, plan = loss_shape(setup), loss_plan(setup)
     hidden, columns = setup.student.hidden_size, setup.columns
-    hidden_only = gradient_bytes(replace(shape, grad_weight=False), plan.mode)
-    weight_only = gradient_bytes(shape, plan.mode) - hidden_only
+    hidden_only = gradient_bytes(replace(shape, grad_weight=False, num_rows=setup.rows), plan.mode)
+    weight_only = gradient_bytes(replace(shape, grad_hidden=False), plan.mode)
     # A 16-bit weight is handed its gradient in its own dtype: for a moment both are there.
-    cast = columns * hidden * 2 if setup.shards > 1 or setup.element_bytes == 2 else 0
+    is_gathered = setup.shards > 1 and setup.arithmetic != "fp32" and not setup.kept.count
+    cast = columns * hidden * 2 if is_gathered or setup.element_bytes == 2 else 0
     says = f"4 V d = 4 x {columns:,} x {hidden:,}" + (" and a 16-bit copy" if cast else "")
     return [
         Term(
@@ -300,7 +268,7 @@ def _fused_terms(setup: TrainerSetup) -> list[Term]:
             plan.workspace_bytes,
             f"{plan.mode}: {plan.window_rows} rows x {plan.tile_columns:,} columns at a time",
         ),
-        Term("loss_statistics", statistics_bytes(shape), f"256 R = 256 x {setup.rows:,}"),
+        Term("loss_statistics", statistics_bytes(shape), f"256 R = 256 x {shape.num_rows:,}"),
         Term("hidden_gradient", hidden_only, f"R d, R = {setup.rows:,}, d = {hidden:,}"),
         Term("head_gradient", weight_only + cast, says),
     ]
@@ -358,8 +326,8 @@ def _optimizer_temporaries(setup: TrainerSetup) -> Term:
         return Term("optimizer_temporaries", 0, "")
     element, params = setup.element_bytes, setup.student.params
     if setup.device == "cuda":
-        says = f"{element} N{_over(setup)}: square roots of all second moments at once"
-        return Term("optimizer_temporaries", _share(setup, element * params.count), says)
+        num_bytes, says = _of_state(setup, element)
+        return Term("optimizer_temporaries", num_bytes, f"{says}: square roots of all second moments at once")
     says = f"2 x {element} x {params.largest:,}: of the largest tensor"
     return Term("optimizer_temporaries", 2 * element * params.largest, says)
 

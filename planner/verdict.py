@@ -18,12 +18,13 @@ MAX_NODES = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """reasons: sentences. nodes_needed: training nodes with which the disaggregated layout fits; None where not even
-    MAX_NODES are enough, or the asked ones are."""
+    """reasons, warnings: sentences. nodes_needed: training nodes with which the disaggregated layout fits; None where
+    not even MAX_NODES are enough, or the asked ones are."""
 
     choice: Choice
     headline: str
     reasons: tuple[str, ...]
+    warnings: tuple[str, ...] = ()
     nodes_needed: int | None = None
 
 
@@ -34,6 +35,21 @@ def gb(num_bytes: float) -> str:
 
 def verdict_of(plan: Plan) -> Verdict:
     """The verdict on the asked number of nodes."""
+    return replace(_choice(plan), warnings=tuple(_warnings(plan.question)))
+
+
+def _warnings(question: Question) -> list[str]:
+    """What makes the whole plan void, whatever fits."""
+    teacher, student = question.teacher, question.student
+    if teacher.vocab_size == student.vocab_size:
+        return []
+    return [
+        f"{teacher.name} has {teacher.vocab_size:,} columns of vocabulary, {student.name} {student.vocab_size:,}: only "
+        f"models of one tokenizer can be distilled; make sure that the difference is padding."
+    ]
+
+
+def _choice(plan: Plan) -> Verdict:
     full, fused = plan.layout("colocated", "full"), plan.layout("colocated", "fused")
     disagg = plan.layout("disagg", "fused")
     split_works = disagg.fits and plan.teacher.fits
@@ -161,7 +177,7 @@ def _why_nothing(plan: Plan, disagg: LayoutPlan, nodes: int | None) -> list[str]
             said.append(f"{nodes} training nodes would be enough.")
         remedies = [] if settings.checkpointing else ["--checkpointing"]
         remedies += ["fewer --tokens-per-gpu"] if settings.tokens_per_gpu > 1024 else []
-        remedies += [] if settings.vocab_shards > 1 or settings.num_trainers == 1 else ["--vocab-shards"]
+        remedies += [] if settings.vocab_parallel > 1 or settings.num_trainers == 1 else ["--vocab-parallel"]
         remedies += [] if settings.optimizer == "adamw8bit" else ["--optimizer adamw8bit"]
         said.append(f"What also helps: {', '.join(remedies)}." if remedies else "A GPU with more memory is needed.")
     if not plan.teacher.fits:

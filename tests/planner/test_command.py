@@ -52,7 +52,7 @@ def test_every_key_of_the_json_is_documented_and_every_documented_key_is_there(
 
     def keys(value: object, under: str) -> set[str]:
         if isinstance(value, list):
-            return keys(value[0], under + "[]")
+            return keys(value[0], under + "[]") if value else {under + "[]"}
         # By name: components, terms and stages, whose keys are names of things.
         if not isinstance(value, dict) or under.endswith(("_by_component", "_by_moment", "_by_stage", ".settings")):
             return {under}

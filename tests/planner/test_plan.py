@@ -111,6 +111,13 @@ def test_a_teacher_too_large_for_its_gpus_is_named() -> None:
     assert any("--teacher-tp or --teacher-pp" in reason for reason in verdict.reasons)
 
 
+def test_models_of_different_vocabularies_are_warned_about() -> None:
+    (warning,) = verdict_of(plan_for("Kimi-K2", "Qwen3-32B")).warnings
+    assert "163,840" in warning
+    assert "151,936" in warning
+    assert verdict_of(plan_for("Qwen3-235B-A22B", "Qwen3-32B")).warnings == ()
+
+
 @pytest.mark.parametrize("pair", [("Qwen3.5-35B-A3B", "Qwen3.5-9B"), ("Qwen3-32B", "Qwen3-1.7B")], ids="->".join)
 def test_the_frontier_fits_and_what_is_just_beyond_it_does_not(pair: tuple[str, str]) -> None:
     question = question_of(PlanSettings(teacher=pair[0], student=pair[1]))
@@ -158,11 +165,11 @@ def test_memory_falls_with_every_remedy() -> None:
     assert needed(master="bf16") < usual
     assert needed(tokens_per_gpu=2048) < usual
     assert needed(nodes=2) < usual
-    assert needed(vocab_shards=8) < usual
+    assert needed(vocab_parallel=8) < usual
     assert needed(student_tp=2) < usual
     assert needed(checkpointing=False) > usual
     assert needed(slots="device", ring_depth=16) > usual
-    assert needed(fsdp=2) > usual
+    assert needed(fsdp_ranks=2) > usual
 
 
 def test_measured_rates_replace_the_estimates() -> None:
@@ -186,8 +193,8 @@ def test_measured_rates_replace_the_estimates() -> None:
         ({"gpu_memory_gb": float("nan")}, "--gpu-memory-gb must be above 0"),
         ({"student_mfu": 1.5}, "--student-mfu must be above 0, at most 1"),
         ({"student_tp": 3}, "--student-tp 3 does not divide the 8 GPUs that train"),
-        ({"fsdp": 3}, "--fsdp 3 does not divide the 8 trainers"),
-        ({"vocab_shards": 16}, "--vocab-shards 16 does not divide the 8 trainers"),
+        ({"fsdp_ranks": 3}, "--fsdp-ranks 3 does not divide the 8 trainers"),
+        ({"vocab_parallel": 16}, "--vocab-parallel 16 does not divide the 8 trainers"),
         ({"teacher_tp": 3}, "--teacher-tp 3: Qwen3.5-35B-A3B has 32 heads"),
         ({"teacher_pp": 41}, "--teacher-pp 41: Qwen3.5-35B-A3B has 40 layers"),
         ({"gpu": "H9000"}, "--gpu H9000: no such preset; allowed: A100-40"),
