@@ -202,7 +202,7 @@ class ZmqLink:
                 f"{keyring.directory / PUBLIC_NAME} copied into the {PEERS_NAME} of the teacher's --auth"
             )
         if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL and value not in (errno.EPIPE, errno.ECONNRESET):
-            return PeerLost(f"{name}: it is there and has not let this trainer in: it may still be loading its model")
+            return PeerLost(f"{name}: it is there, and has not let this trainer in yet")
         # Whoever notices first that only one side has keys ends the connection, without a word to the other.
         there, here = mechanism_at(self._address), "NULL" if keyring is None else "CURVE"
         if there in ("NULL", "CURVE") and there != here:
@@ -314,9 +314,13 @@ class ZmqPort:
             raise
         return True
 
-    def recv(self) -> tuple[str, Message | RemoteProtocolError] | None:
+    def admit(self) -> None:
+        """Let in who may come in; `recv` does it too. For when nothing is received yet."""
         if self._gatekeeper is not None:
             self._gatekeeper.answer()
+
+    def recv(self) -> tuple[str, Message | RemoteProtocolError] | None:
+        self.admit()
         try:
             frames = self._socket.recv_multipart(zmq.NOBLOCK)
         except zmq.Again:

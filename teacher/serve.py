@@ -15,8 +15,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -41,6 +41,8 @@ logger = logging.getLogger(PROG)
 DEMO_MODEL = Path("runs/demo/teacher")
 #: A drain that takes longer than this is given up: a student that does not read must not keep the process.
 DRAIN_TIMEOUT_S = 60.0
+#: How often it is looked for early students while the model is loaded.
+ADMIT_EVERY_S = 0.1
 #: More would only fail later: no machine has that many cores.
 MAX_THREADS = 4096
 #: Of a replica's name, as messages may carry it.
@@ -107,7 +109,8 @@ def serve(config: ServeConfig) -> None:
         context, config.listen, keyring=keyring, max_frame_bytes=longest_request_bytes(config.max_batch_tokens)
     )
     try:
-        model = load_teacher(config.model, dtype=config.dtype, device=config.device)
+        with admitting(port):
+            model = load_teacher(config.model, dtype=config.dtype, device=config.device)
         service = TeacherService(
             model,
             port,
@@ -127,6 +130,25 @@ def serve(config: ServeConfig) -> None:
     finally:
         port.close()
         context.term()
+
+
+@contextmanager
+def admitting(port: ZmqPort) -> Iterator[None]:
+    """Decide within the block, on a thread, who may connect: without it students with keys that come early would be cut
+    off, and take it for a refusal. The port must not be used otherwise meanwhile."""
+    done = threading.Event()
+
+    def admit() -> None:
+        while not done.wait(ADMIT_EVERY_S):
+            port.admit()
+
+    thread = threading.Thread(target=admit, name="teacher-admit", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
 
 
 def _forget_ready_file(name: str | None) -> None:

@@ -15,6 +15,7 @@ from ring.auth import Keyring
 from ring.control import ZmqLink, ZmqLinks, ZmqPort, longest_request_bytes
 from ring.core.errors import ConfigError, DisaggKDError, PeerLost
 from ring.core.messages import Goodbye, Ping, Pong, TokenRequest
+from teacher.serve import admitting
 from tests.security.conftest import House
 from tests.security.tap import tapped
 from transport.zap import ZapHandler
@@ -197,6 +198,29 @@ def test_that_no_key_fits_is_logged(
         link.close()
     context.term()
     assert caplog.text.count("no key exchange succeeded, with any key in") == 1
+
+
+def test_who_comes_while_the_model_is_loaded_is_let_in_and_waits(
+    wires: Wires, house: House, strangers: House, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody reads the port yet. Cut off after a while, an early trainer would take it for a refusal."""
+    caplog.set_level(logging.INFO)
+    port = wires.port(house.teacher)
+    link = wires.link(port.endpoint, house.student, house.teacher)
+    refused = wires.link(port.endpoint, strangers.student, house.teacher)
+    with admitting(port):
+        until(lambda: "connects with the key student.pub" in caplog.text or None, "that it is let in")
+
+        def end() -> DisaggKDError | None:
+            try:
+                assert refused.recv() is None
+            except DisaggKDError as error:
+                return error
+            return None
+
+        assert isinstance(until(end, "that the stranger is refused"), ConfigError)
+        assert link.recv() is None
+    assert isinstance(outcome(port, link), Pong)
 
 
 def test_without_somebody_who_decides_nobody_gets_in(house: House) -> None:
