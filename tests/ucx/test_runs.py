@@ -1,54 +1,53 @@
-"""Distillation over each of UCX's transports within a host: the same curve, and a teacher's end is noticed."""
+"""Runs over UCX within a host: found without being asked for, and a teacher's end noticed over each of its transports.
+
+That the curve is the one of the other transports, to the bit: tests/system/test_layouts.py.
+"""
 
 from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
 
 import pytest
 
-from tests.ucx.conftest import NUM_STEPS, UCX_WAYS, Inputs, Start, curve, serve, train, transports
-
-#: Whole runs of teacher and student processes: minutes.
-pytestmark = pytest.mark.slow
+from tests.system.processes import Command, Student, Teacher
+from tests.ucx.conftest import UCX_WAYS, Inputs
 
 
-@pytest.fixture(scope="module")
-def endpoint(start_shared: Start, inputs: Inputs) -> Iterator[str]:
-    """Of a teacher that offers every transport."""
-    teacher, endpoint = serve(start_shared, inputs, env={})
-    yield endpoint
-    assert teacher.process.poll() is None, teacher.log
+@pytest.fixture
+def processes() -> Iterator[list[Command]]:
+    """What a test appends here is gone after it."""
+    started: list[Command] = []
+    yield started
+    for command in started:
+        command.end()
 
 
-@pytest.fixture(scope="module")
-def shm_curve(start_shared: Start, inputs: Inputs, endpoint: str) -> list[dict[str, Any]]:
-    student = train(start_shared, inputs, "--teacher", endpoint, "--transport", "shm", name="shm", env={})
-    assert student.wait() == 0, student.log
-    assert transports(student) == ["shm"]
-    return curve(student)
-
-
-@pytest.mark.parametrize("way", UCX_WAYS)
-def test_the_curve_over_ucx_is_the_one_over_shm_to_the_bit(
-    start: Start, inputs: Inputs, endpoint: str, shm_curve: list[dict[str, Any]], way: str
-) -> None:
-    # A student that knows but one way leaves the teacher no other.
-    student = train(start, inputs, "--teacher", endpoint, "--transport", "ucx", name="student", env=UCX_WAYS[way])
-    assert student.wait() == 0, student.log
-    assert transports(student) == ["ucx"]
-    assert len(curve(student)) == NUM_STEPS
-    assert curve(student) == shm_curve
+def start(
+    inputs: Inputs, processes: list[Command], cwd: Path, *arguments: object, env: dict[str, str]
+) -> tuple[Teacher, Student]:
+    """A teacher that offers nothing but ucx, and its student."""
+    teacher = Teacher(inputs.teacher, "--transport", "ucx", cwd=cwd, env=env)
+    processes.append(teacher)
+    student = Student(
+        *("--student", inputs.student, "--data", inputs.data, "--teacher", teacher.endpoint),
+        *("--batch-size", 4, "--max-length", 48, "--precision", "fp32", "--deterministic", "--threads", 1, *arguments),
+        out=cwd / "out",
+        cwd=cwd,
+        env=env,
+    )
+    processes.append(student)
+    return teacher, student
 
 
 def test_a_teacher_that_offers_nothing_but_ucx_is_used_by_a_student_that_was_told_nothing(
-    start: Start, inputs: Inputs
+    inputs: Inputs, processes: list[Command], tmp_path: Path
 ) -> None:
-    _, endpoint = serve(start, inputs, "--transport", "ucx", env={})
-    student = train(start, inputs, "--teacher", endpoint, "--steps", 2, name="student", env={})
-    assert student.wait() == 0, student.log
-    assert transports(student) == ["ucx"]
+    _, student = start(inputs, processes, tmp_path, "--steps", 2, env={})
+    student.succeed()
+    assert list(student.summary["transports"].values()) == ["ucx"]
+    assert "transport ucx (auto: nothing else is left; not shm (" in student.errors
 
 
 @pytest.mark.parametrize(
@@ -56,26 +55,17 @@ def test_a_teacher_that_offers_nothing_but_ucx_is_used_by_a_student_that_was_tol
     [
         ("tcp", signal.SIGKILL),
         ("shared memory", signal.SIGSTOP),
-        pytest.param("tcp", signal.SIGSTOP),
-        pytest.param("shared memory", signal.SIGKILL),
+        pytest.param("tcp", signal.SIGSTOP, marks=pytest.mark.slow),
+        pytest.param("shared memory", signal.SIGKILL, marks=pytest.mark.slow),
     ],
 )
 def test_a_run_ends_with_exit_3_and_a_checkpoint_when_its_only_teacher_is_killed_or_stopped(
-    start: Start, inputs: Inputs, way: str, number: signal.Signals
+    inputs: Inputs, processes: list[Command], tmp_path: Path, way: str, number: signal.Signals
 ) -> None:
-    env = UCX_WAYS[way]
-    teacher, endpoint = serve(start, inputs, env=env)
-    student = train(
-        start,
-        inputs,
-        *("--teacher", endpoint, "--transport", "ucx", "--steps", 100_000),
-        # Long enough for the first handshake on a machine that has other work.
-        *("--peer-timeout", 3, "--teacher-timeout", 20),
-        name="student",
-        env=env,
-    )
-    metrics = student.cwd / "out" / "metrics.jsonl"
-    student.until(lambda: metrics.exists() and metrics.read_bytes().count(b"\n") >= 5, "step 5")
-    teacher.process.send_signal(number)
-    assert student.wait() == 3, student.log
-    assert list((student.cwd / "out" / "checkpoints").glob("step-*"))
+    # The second: long enough for the first handshake on a machine that has other work.
+    timeouts = ("--peer-timeout", 3, "--teacher-timeout", 15)
+    teacher, student = start(inputs, processes, tmp_path, "--steps", 100_000, *timeouts, env=UCX_WAYS[way])
+    student.until_step(5)
+    teacher.send(number)
+    assert student.wait() == 3, student.tail()
+    assert student.checkpoints
