@@ -113,7 +113,7 @@ def _sections(config: ReportConfig, root: Path, progress: Progress) -> Iterator[
     paced = _all(progress, "the pace", 3, layouts.paced(pair, shape, root))
     large, few = _large_pair(config, root, pair), replace(shape, steps=MEMORY_STEPS, batch_size=MEMORY_BATCH)
     held = memory.held(
-        large, few, _all(progress, "memory, free and capped", 4, memory.runs(large, few, root / "memory"))
+        large, few, _all(progress, "memory, free and capped", 6, memory.runs(large, few, root / "memory"))
     )
     yield layouts.same_loss(curves)
     yield layouts.pace(paced)

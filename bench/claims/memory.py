@@ -27,23 +27,26 @@ CAP_FRAC = 1.15
 #: What is resident and no tensor: threads, the allocator's rest, libraries that are loaded late.
 TOLERANCE_FRAC, TOLERANCE_BYTES = 0.10, 64 << 20
 DEPTH, SPARES = 3, 2
+#: Student and colocated teacher are cut over so many processes by FSDP, in the runs that ask for ranks.
+NUM_RANKS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """The runs of this page. predicted: peak beyond imports by layout, in bytes."""
+    """The runs of this page. predicted: peak beyond imports by layout, in bytes. ranks: without a cap, on NUM_RANKS."""
 
-    free: Mapping[str, Run]
+    free: dict[str, Run]
+    ranks: dict[str, Run]
     capped: Mapping[str, Run]
     predicted: Mapping[str, int]
     headroom_bytes: int
 
 
 def runs(pair: Pair, shape: Shape, root: Path) -> Iterator[Run]:
-    """Both layouts without a cap, then both under the cap that was fixed beforehand."""
+    """Both layouts without a cap, on one rank and on more, then both under the cap that was fixed beforehand."""
     headroom = round(CAP_FRAC * predicted(pair, shape)[APART])
-    for cap, title in ((0, "free"), (headroom, "capped")):
-        for command in _commands(pair, shape, root, headroom_bytes=cap):
+    for cap, title, num_ranks in ((0, "free", 1), (0, "ranks", NUM_RANKS), (headroom, "capped", 1)):
+        for command in _commands(pair, shape, root, headroom_bytes=cap, num_ranks=num_ranks):
             # Under the cap an error is the answer; without it, a fault.
             run = (attempted if cap else trained)(
                 replace(command, name=f"{command.name}, {title}"), out=root / title / command.name.split(",")[0]
@@ -53,10 +56,9 @@ def runs(pair: Pair, shape: Shape, root: Path) -> Iterator[Run]:
 
 def held(pair: Pair, shape: Shape, found: Mapping[str, Run]) -> Held:
     """`runs`, sorted."""
-    free = {name: found[f"{name}, free"] for name in (FUSED, APART)}
-    capped = {name: found[f"{name}, capped"] for name in (FUSED, APART)}
+    by_title = {t: {name: found[f"{name}, {t}"] for name in (FUSED, APART)} for t in ("free", "ranks", "capped")}
     forecast = predicted(pair, shape)
-    return Held(free=free, capped=capped, predicted=forecast, headroom_bytes=round(CAP_FRAC * forecast[APART]))
+    return Held(**by_title, predicted=forecast, headroom_bytes=round(CAP_FRAC * forecast[APART]))
 
 
 def predicted(pair: Pair, shape: Shape) -> dict[str, int]:
@@ -91,9 +93,9 @@ def _config(model: Path | str) -> dict[str, object]:
     return config
 
 
-def _commands(pair: Pair, shape: Shape, root: Path, *, headroom_bytes: int) -> Iterator[Command]:
+def _commands(pair: Pair, shape: Shape, root: Path, *, headroom_bytes: int, num_ranks: int = 1) -> Iterator[Command]:
     tokens = str(shape.batch_size * shape.sequence_tokens)
-    flags = (*shape.flags(pair, cache=root / "cache"), "--threads", "1")
+    flags = (*shape.flags(pair, cache=root / "cache"), "--threads", "1", *(("--fsdp",) if num_ranks > 1 else ()))
     ring = ("--ring-depth", str(DEPTH), "--ring-spares", str(SPARES))
     # Stored in bf16, held in float32: weights are in memory, and not pages of a file.
     together = ("--teacher", str(pair.teacher), "--layout", "colocated", "--teacher-dtype", "fp32")
@@ -102,41 +104,47 @@ def _commands(pair: Pair, shape: Shape, root: Path, *, headroom_bytes: int) -> I
         name=FUSED,
         arguments=(*flags, *ring, *together, "--max-batch-tokens", tokens),
         headroom_bytes=headroom_bytes,
+        num_ranks=num_ranks,
     )
     yield Command(
         name=APART,
         arguments=(*flags, *ring, "--transport", "shm"),
         serving=(*serving, "--device", shape.device),
         headroom_bytes=headroom_bytes,
+        num_ranks=num_ranks,
     )
 
 
 def trainer_process(found: Held) -> Section:
     """What each trainer process held, without a cap."""
+    pairs = (found.free, found.ranks)
     colocated, apart = found.free[FUSED].grown_bytes, found.free[APART].grown_bytes
     rows = [
         (name, mebibytes(run.grown_bytes), mebibytes(found.predicted[name]), mebibytes(run.peak_bytes))
         for name, run in found.free.items()
     ]
-    bars = {name: {"beyond its imports": run.grown_bytes / 2**20} for name, run in found.free.items()}
+    shared = {f"{name}, a rank of {NUM_RANKS}": run for name, run in found.ranks.items()}
+    rows += [(name, mebibytes(run.grown_bytes), "-", mebibytes(run.peak_bytes)) for name, run in shared.items()]
+    bars = {name: {"beyond its imports": run.grown_bytes / 2**20} for name, run in (found.free | shared).items()}
     return Section(
         title="Memory of a trainer process",
         claim="Away from the teacher, the trainer holds its own model, the ring, and the teacher's head: no more.",
         finding=(
             f"Beyond its imports the trainer takes {mebibytes(apart)} disaggregated and {mebibytes(colocated)} with "
-            f"the teacher in its process: {colocated / apart:.1f} x."
+            f"the teacher in its process: {colocated / apart:.1f} x. With both models cut over {NUM_RANKS} ranks it "
+            f"is {mebibytes(found.ranks[APART].grown_bytes)} and {mebibytes(found.ranks[FUSED].grown_bytes)} a rank."
         ),
-        verdict="holds" if apart < colocated else "fails",
+        verdict="holds" if all(runs[APART].grown_bytes < runs[FUSED].grown_bytes for runs in pairs) else "fails",
         tables=[Table(columns=("layout", "peak beyond imports", "predicted", "whole process"), rows=rows)],
         charts=[
             Chart(
-                svg=charts.bars(bars, x_label="MiB beyond imports", size=(6.4, 1.8)),
-                caption="The fused loss in both. The teacher's process, elsewhere, holds the rest.",
+                svg=charts.bars(bars, x_label="MiB beyond imports", size=(6.4, 2.8)),
+                caption="The fused loss in all. The teacher's process, elsewhere, holds the rest.",
             )
         ],
-        commands={name: run.shell for name, run in found.free.items()},
+        commands={name: run.shell for name, run in (found.free | shared).items()},
         facts={
-            "grown_bytes": {name: run.grown_bytes for name, run in found.free.items()},
+            "grown_bytes": {name: run.grown_bytes for name, run in (found.free | shared).items()},
             "predicted_bytes": dict(found.predicted),
             "teacher_process_peak_bytes": found.free[APART].teacher_peak_bytes,
         },

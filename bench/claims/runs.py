@@ -135,7 +135,9 @@ def _forget_loading(process: subprocess.Popen[bytes], metrics: Path) -> None:
     conversion, are gone by then, and no plan of a step is about them."""
     while process.poll() is None:
         if metrics.exists() and metrics.read_bytes().count(b"\n"):
-            Path(f"/proc/{process.pid}/clear_refs").write_text("5")
+            children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+            for pid in (process.pid, *children):  # of torchrun the ranks are the children
+                Path(f"/proc/{pid}/clear_refs").write_text("5")
             return
         time.sleep(POLL_S)
 

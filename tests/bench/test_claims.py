@@ -70,6 +70,7 @@ def test_the_pace_holds_where_the_slower_side_is_busy() -> None:
 def held_of(*, together: str | None, apart: str | None) -> memory.Held:
     return memory.Held(
         free={FUSED: run_of(FUSED, [1.0], peak_rss_bytes=1000 * MIB), APART: run_of(APART, [1.0])},
+        ranks={FUSED: run_of(FUSED, [1.0], peak_rss_bytes=600 * MIB), APART: run_of(APART, [1.0])},
         capped={FUSED: run_of(FUSED, [], error=together), APART: run_of(APART, [1.0], error=apart)},
         predicted={FUSED: 790 * MIB, APART: 100 * MIB},
         headroom_bytes=115 * MIB,
