@@ -108,6 +108,9 @@ class Ranks:
         self._vocab_mesh: DeviceMesh | None = None
         if launch.world_size == 1 and not wants_groups:
             return
+        if device.type == "cuda":
+            # FSDP and NCCL take the process's current device.
+            torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         with self._lost_ranks():
             # Whoever embeds a trainer may have met the others already.

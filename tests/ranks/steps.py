@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from student.data import MicroBatch, MicroBatchPlan, Sample, TokenDataset, build_microbatch
 from student.load import LoadedStudent, prepare_student
@@ -23,7 +24,7 @@ from student.model import DistilledStudent, evaluate
 from student.optim import AdamWSettings, StudentOptimizer
 from student.parallel.ranks import Ranks, launched
 from student.parallel.sharding import shard_fully
-from student.parallel.shares import Shares
+from student.parallel.shares import Share, Shares
 from student.parallel.vocabulary import VocabGroup, VocabShard, shard_vocabulary
 from tests.tiny_models import TOKENIZER_VOCAB, tiny_model
 
@@ -32,6 +33,8 @@ SEQUENCES_A_STEP, NUM_SAMPLES, NUM_STEPS = 12, 26, 4
 TEACHER_WIDTH = 24
 CLIP_NORM = 0.8
 FAMILIES = ("qwen3", "llama", "gemma3")
+#: Parts of them compute in float32 whatever the weights are, in an order that depends on the microbatch.
+FLOAT32_INSIDE = ("gemma3",)
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
 
 
@@ -64,6 +67,8 @@ def ways(world: int, *, thorough: bool) -> Iterator[Way]:
     every = itertools.product(FAMILIES, DTYPES, (False, True), vocabs, batches)
     for family, dtype, fsdp, vocab, batch in every:
         way = Way(family=family, dtype=dtype, world=world, fsdp=fsdp, vocab=vocab, batch=batch)
+        if family in FLOAT32_INSIDE and dtype == "fp64":
+            continue
         if thorough or (dtype == "fp64" and family == "qwen3" and batch in (batches[0], batches[-1])):
             yield way
     yield Way(family="llama", dtype="fp64", world=world, fsdp=True, batch=batches[0], checkpointing=True)
@@ -123,7 +128,7 @@ def distilled(way: Way, ranks: Ranks) -> tuple[DistilledStudent, LoadedStudent, 
 
 
 def take_steps(way: Way, ranks: Ranks) -> dict[str, Tensor]:
-    """Losses, norms, held-out loss and weights after NUM_STEPS steps, whole on every rank."""
+    """Gradients of the first step; losses, norms, held-out loss and weights after NUM_STEPS; whole on every rank."""
     dataset = Samples()
     module, student, shard = distilled(way, ranks)
     vocab = {} if shard is None else dict.fromkeys(shard.parameters, shard.num_columns)
@@ -139,6 +144,7 @@ def take_steps(way: Way, ranks: Ranks) -> dict[str, Tensor]:
         world_size=ranks.world_size,
     )
     losses, norms = [], []
+    found: dict[str, Tensor] = {}
     for step in plan.steps():
         shares.zero_grad()
         loss = 0.0
@@ -150,17 +156,25 @@ def take_steps(way: Way, ranks: Ranks) -> dict[str, Tensor]:
             out.loss.backward()
             loss += float(out.loss.detach()) / way.vocab
         shares.collect_gradients()
+        if step.step == 1:
+            found |= {f"gradients/{name}": whole_of(share, share.local.grad) for name, share in shares.by_name.items()}
         norms.append(shares.clip(max_norm=CLIP_NORM))
         losses.append(sum(row[0] for row in ranks.gather_floats([loss])))
         optimizer.step(lr=1e-2)
-    found = {"loss": torch.tensor(losses, dtype=torch.float64), "norm": torch.tensor(norms, dtype=torch.float64)}
+    found["loss"] = torch.tensor(losses, dtype=torch.float64)
+    found["norm"] = torch.tensor(norms, dtype=torch.float64)
     mine = [build_microbatch(dataset, replace(p, seq=None)) for p in next(iter(plan.steps())).microbatches]
     found["held_out"] = torch.tensor([held_out(module, mine, ranks, way)], dtype=torch.float64)
-    for name, share in shares.by_name.items():
-        whole = share.as_whole(share.local.detach())
-        found[f"weights/{name}"] = whole.full_tensor() if hasattr(whole, "full_tensor") else whole
+    found |= {f"weights/{name}": whole_of(share, share.local) for name, share in shares.by_name.items()}
     assert student.model.training
     return found
+
+
+def whole_of(share: Share, local: Tensor | None) -> Tensor:
+    assert local is not None
+    whole = share.as_whole(local.detach())
+    # A copy: gradients are scaled in place afterwards.
+    return (whole.full_tensor() if isinstance(whole, DTensor) else whole).clone()
 
 
 def held_out(module: DistilledStudent, batches: list[MicroBatch], ranks: Ranks, way: Way) -> float:

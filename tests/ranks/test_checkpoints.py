@@ -37,8 +37,8 @@ def keep_half(out: Path) -> None:
 @pytest.mark.parametrize(
     ("first", "then"),
     [
-        pytest.param((2, ("--fsdp",)), (4, ("--vocab-parallel", 2)), id="two to four"),
-        pytest.param((4, ("--fsdp", "--vocab-parallel", 4)), (1, ()), id="four to one process"),
+        pytest.param((2, ("--fsdp",)), (4, ("--vocab-parallel", 2)), id="two to four", marks=pytest.mark.slow),
+        pytest.param((4, ("--fsdp", "--vocab-parallel", 4)), (1, ()), id="four to one process", marks=pytest.mark.slow),
         pytest.param((1, ()), (2, ("--fsdp", "--vocab-parallel", 2)), id="one process to two"),
     ],
 )
@@ -75,6 +75,7 @@ def test_on_as_many_ranks_it_goes_on_to_the_bit(endpoint: str, start_world: Star
     assert curve(world.out) == whole
 
 
+@pytest.mark.slow
 def test_another_number_of_sequences_a_step_is_refused(endpoint: str, start_world: StartWorld) -> None:
     few = ("--teacher", endpoint, "--steps", 2, "--warmup-steps", 0)
     start_world(*few, size=2).succeed()

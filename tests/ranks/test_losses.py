@@ -6,6 +6,8 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from student.checkpoint import latest_checkpoint
 from tests.ranks.conftest import NUM_STEPS, StartWorld
 from tests.ranks.test_runs import assert_same_curve
@@ -35,6 +37,7 @@ def test_when_one_rank_loses_its_only_replica_all_write_the_checkpoint_and_exit_
     assert not (world.out / "model").exists()
 
 
+@pytest.mark.slow
 def test_a_run_that_lost_its_teacher_goes_on_where_it_stopped(
     one_rank_curve: list[dict[str, Any]], endpoint: str, start_teacher: Start, start_world: StartWorld
 ) -> None:
@@ -73,6 +76,7 @@ def test_when_a_rank_is_stopped_the_others_end_after_the_time_out(endpoint: str,
     assert world.ranks[1].wait() == 1, "there is nobody left to go on with"
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_rank_stops_all_with_a_checkpoint(
     one_rank_curve: list[dict[str, Any]], endpoint: str, start_world: StartWorld
 ) -> None:

@@ -35,8 +35,8 @@ def assert_same_curve(out: Path, wanted: list[dict[str, Any]]) -> None:
     [
         pytest.param(2, 1, (), id="replicated"),
         pytest.param(2, 2, ("--fsdp", "--gradient-checkpointing"), id="fsdp"),
-        pytest.param(2, 1, ("--vocab-parallel", 2), id="vocabulary"),
-        pytest.param(4, 1, ("--fsdp", "--vocab-parallel", 2), id="fsdp and vocabulary"),
+        pytest.param(2, 1, ("--vocab-parallel", 2), id="vocabulary", marks=pytest.mark.slow),
+        pytest.param(4, 1, ("--fsdp", "--vocab-parallel", 2), id="fsdp and vocabulary", marks=pytest.mark.slow),
     ],
 )
 def test_ranks_train_as_one_process_does(
@@ -59,7 +59,10 @@ def test_ranks_train_as_one_process_does(
 
 @pytest.mark.parametrize(
     "flags",
-    [pytest.param((), id="a teacher on each"), pytest.param(("--fsdp", "--ring-depth", 2), id="one cut over them")],
+    [
+        pytest.param((), id="a teacher on each", marks=pytest.mark.slow),
+        pytest.param(("--fsdp", "--ring-depth", 2), id="one cut over them"),
+    ],
 )
 def test_a_teacher_in_the_ranks_own_processes_gives_the_same_curve(
     one_rank_curve: list[dict[str, Any]], inputs: Inputs, start_world: StartWorld, flags: tuple[object, ...]
