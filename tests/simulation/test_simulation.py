@@ -10,6 +10,7 @@ from collections import Counter
 import pytest
 
 from ring.core.stats import DropCause, RetryCause
+from tests.simulation.__main__ import main
 from tests.simulation.report import Failure, try_scenario
 from tests.simulation.scenario import FaultKind, scenario
 from tests.simulation.world import World
@@ -64,3 +65,8 @@ def test_a_seed_means_the_same_run_every_time() -> None:
         World(scenario(7), log=log.append).run()
     assert logs[0] == logs[1]
     assert len(logs[0]) > 100
+
+
+def test_the_soak_tries_seeds_until_its_time_is_over(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--first", "0", "--minutes", "0.005"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].split()[1:3] == ["seeds", "hold:"]
