@@ -199,11 +199,8 @@ class Ranks:
         self.gather_words(None, patient=True)
 
     def check_equal(self, what: str, value: object) -> None:
-        """Raises ConfigError, on every rank: they don't all have the same."""
-        values = self.gather_words(value)
-        for rank, other in enumerate(values):
-            if other != values[0]:
-                raise ConfigError(f"{what}: rank 0 has {values[0]}, rank {rank} has {other}; allowed: the same on all")
+        """Raises ConfigError, on every rank: they don't all have the same. Of a map what differs is named."""
+        check_equal(what, self.gather_words(value))
 
     def together(self, action: Callable[[], T]) -> T:
         """Do something that may fail on some ranks only, so that it then fails on all of them.
@@ -264,6 +261,19 @@ class Ranks:
         """The end of a run that all ranks agree on. After a failure there is nothing to wait for: the process ends."""
         if self._words is not None:
             dist.destroy_process_group()
+
+
+def check_equal(what: str, values: Sequence[Any]) -> None:
+    """Raises ConfigError: the ranks' values are not all the same."""
+    first = values[0]
+    for rank, other in enumerate(values):
+        if other == first:
+            continue
+        theirs, ours = other, first
+        if isinstance(first, dict):
+            names = [name for name in first if other.get(name) != first[name]]
+            theirs, ours = ({name: map_.get(name) for name in names} for map_ in (other, first))
+        raise ConfigError(f"{what}: rank 0 has {ours}, rank {rank} has {theirs}; allowed: the same on all")
 
 
 def launched() -> Launch | None:

@@ -6,7 +6,7 @@ import pytest
 
 from ring.core.errors import ConfigError
 from student.parallel.agreement import Standing, decide
-from student.parallel.ranks import Launch
+from student.parallel.ranks import Launch, check_equal
 from student.train.teachers import _endpoints_of
 
 READY, WAITING, STOPPING, LOST = Standing
@@ -54,3 +54,11 @@ def test_a_launch_is_read_from_what_torchrun_sets_or_there_is_none() -> None:
             Launch.from_environment(told | broken)
     with pytest.raises(ConfigError, match="without MASTER_PORT"):
         Launch.from_environment({name: value for name, value in told.items() if name != "MASTER_PORT"})
+
+
+def test_what_must_be_the_same_on_all_ranks_is_named_where_it_differs() -> None:
+    check_equal("--data", ["a", "a", "a"])
+    with pytest.raises(ConfigError, match=r"^--data: rank 0 has a, rank 2 has b; allowed: the same on all$"):
+        check_equal("--data", ["a", "a", "b"])
+    with pytest.raises(ConfigError, match=r"settings: rank 0 has {'lr': 1}, rank 1 has {'lr': 2}; allowed"):
+        check_equal("settings", [{"lr": 1, "seed": 0}, {"lr": 2, "seed": 0}])
