@@ -9,6 +9,7 @@
 # Shared files cost an emulated machine a millisecond for every look at a name, and importing torch is ten thousands of
 # them. So the directories that $CACHE/images names (a line each: image, directory) are disks that lie over them.
 set -euo pipefail
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 cache=$1 limit_s=$2; shift 2
 boot_limit_s=150
 version=$(basename "$cache"/kernel/boot/vmlinuz-*); version=${version#vmlinuz-}
@@ -83,14 +84,15 @@ fi
 
 # --- boot -------------------------------------------------------------------------------------------------------------
 # A /dev/kvm can be a nested one that runs no stock kernel: the processor has to have the extension as well.
+clock=
 if [ -w /dev/kvm ] && grep -qwE 'vmx|svm' /proc/cpuinfo; then machine=(-accel kvm -cpu host)
 # Emulated AVX is slower than SSE.
-else machine=(-accel tcg,thread=multi -cpu Nehalem); fi
+else machine=(-accel tcg,thread=multi -cpu Nehalem) clock="tsc=reliable tsc_early_khz=$("${PYTHON:-python3}" "$here/tsc_khz.py")"; fi
 exec 3> >(cat); printer_pid=$!  # a pipe, whatever our output is: it is opened by name
 qemu-system-x86_64 -M q35 "${machine[@]}" -smp 2 -m "${DISAGGKD_RDMA_MIB:-6144}" \
   -nodefaults -no-reboot -display none -kernel "$cache/kernel/boot/vmlinuz-$version" -initrd "$initrd" \
   -serial "file:$cache/console.log" \
-  -append "console=ttyS0 quiet loglevel=3 panic=-1 mitigations=off nokaslr no_timer_check tsc=reliable" \
+  -append "console=ttyS0 quiet loglevel=3 panic=-1 mitigations=off nokaslr no_timer_check $clock" \
   -device virtio-serial-pci -chardev file,id=out,path=/dev/fd/1,append=on -device virtserialport,chardev=out,nr=1,name=out \
   "${drives[@]}" \
   -virtfs local,path=/,mount_tag=files,security_model=none,readonly=on,multidevs=remap \
