@@ -147,27 +147,39 @@ def choose_mode(
     return "keep" if fits else "recompute"
 
 
-def make_plan(shape: LossShape, mode: Mode, *, device: str, workspace_bytes: int | None = None) -> LossPlan:
+def make_plan(
+    shape: LossShape,
+    mode: Mode,
+    *,
+    device: str,
+    workspace_bytes: int | None = None,
+    window_rows: int | None = None,
+) -> LossPlan:
     """The plan of a mode. recompute shrinks its tiles until they fit workspace_bytes; keep takes what it takes.
 
+    window_rows: what recompute takes at most, and then only columns are shrunk: all ranks of a vocabulary group must
+    cut the same windows, whatever their shards are. 0: what `most_window_rows` says where none fits.
     Raises ValueError: workspace_bytes is too small for any tile; says what the smallest takes.
     """
     tuning = TUNING.get(device, TUNING["cuda"])
     if mode == "keep":
         rows = min(shape.num_rows, tuning.keep_rows)
         return plan_window(shape, "keep", rows, shape.num_columns, tuning.block_elements)
-    rows, columns = min(shape.num_rows, tuning.recompute_rows), min(shape.num_columns, tuning.tile_columns)
+    # Whether any window fits must not depend on how many rows a call has where others share its windows.
+    num_rows = tuning.recompute_rows if window_rows == 0 else min(shape.num_rows, window_rows or shape.num_rows)
+    rows, columns = min(num_rows, tuning.recompute_rows), min(shape.num_columns, tuning.tile_columns)
+    may_shrink = not window_rows
     block_elements = tuning.block_elements
     while True:
         plan = plan_window(shape, "recompute", rows, columns, block_elements)
         if workspace_bytes is None or plan.workspace_bytes <= workspace_bytes:
             return plan
         # Rows first: a tile of weight is read once a window, so columns may stay wide until rows are few.
-        if rows > 256:
+        if rows > 256 and may_shrink:
             rows = max(rows // 2, 256)
         elif columns > 512:
             columns = max(columns // 2, 512)
-        elif rows > 16:
+        elif rows > 16 and may_shrink:
             rows = max(rows // 2, 16)
         elif columns > 64:
             columns = max(columns // 2, 64)
@@ -177,6 +189,15 @@ def make_plan(shape: LossShape, mode: Mode, *, device: str, workspace_bytes: int
                 f"{shape.student_hidden} (student) and {shape.teacher_hidden} (teacher) wide"
             )
         block_elements = min(block_elements, rows * columns)
+
+
+def most_window_rows(shape: LossShape, *, device: str, workspace_bytes: int | None) -> int:
+    """Rows of recompute's windows for a call of as many rows as there may be; 0: no window fits workspace_bytes."""
+    full = replace(shape, num_rows=TUNING.get(device, TUNING["cuda"]).recompute_rows)
+    try:
+        return make_plan(full, "recompute", device=device, workspace_bytes=workspace_bytes).window_rows
+    except ValueError:
+        return 0
 
 
 def loss_flops(shape: LossShape, mode: Mode) -> int:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from planner.loss_costs import LossPlan, LossShape, Mode, choose_mode, make_plan
+from planner.loss_costs import LossPlan, LossShape, Mode, choose_mode, make_plan, most_window_rows
 from student.loss.call import LossCall
 from student.loss.divergences import DIVERGENCES, Divergence
 from student.loss.epilogue import Epilogue
@@ -111,6 +112,14 @@ def loss_shape(call: LossCall, epilogue: Epilogue) -> LossShape:
     )
 
 
+@dataclass(frozen=True)
+class _Choice:
+    """What is chosen once for a kind of call. window_rows: of a vocabulary group in recompute; None: as fits."""
+
+    mode: Mode
+    window_rows: int | None
+
+
 class Planner:
     """Chooses a mode once for each kind of call, remembers it, and logs it once.
 
@@ -119,25 +128,31 @@ class Planner:
     """
 
     def __init__(self) -> None:
-        self._modes: dict[tuple[object, ...], Mode] = {}
+        self._choices: dict[tuple[object, ...], _Choice] = {}
 
     def plan(self, call: LossCall) -> tuple[LossPlan, Epilogue]:
-        """The plan and the epilogue of a call."""
+        """The plan and the epilogue of a call. Raises ValueError: the stated workspace is too small for any tile."""
         key = _plan_key(call)
         device, wanted_bytes = call.student_hidden.device, call.options.workspace_bytes
-        mode = self._modes.get(key)
-        if mode is None:
+        choice = self._choices.get(key)
+        if choice is None:
             shape = loss_shape(call, make_epilogue(call, "keep"))
             free_bytes = _free_bytes(device) if wanted_bytes is None else None
             mode = choose_mode(shape, device=device.type, free_bytes=free_bytes, workspace_bytes=wanted_bytes)
-            mode = _agreed(mode, call)
-        epilogue = make_epilogue(call, mode)
-        plan = make_plan(loss_shape(call, epilogue), mode, device=device.type, workspace_bytes=wanted_bytes)
-        if mode not in self._modes.values():
+            choice = _agreed(mode, call)
+        epilogue = make_epilogue(call, choice.mode)
+        plan = make_plan(
+            loss_shape(call, epilogue),
+            choice.mode,
+            device=device.type,
+            workspace_bytes=wanted_bytes,
+            window_rows=choice.window_rows,
+        )
+        if all(choice.mode != other.mode for other in self._choices.values()):
             _LOG.info(
                 "distillation loss (%s): %s, workspace %d bytes", call.options.divergence, plan, plan.workspace_bytes
             )
-        self._modes[key] = mode
+        self._choices[key] = choice
         return plan, epilogue
 
 
@@ -153,13 +168,25 @@ def _plan_key(call: LossCall) -> tuple[object, ...]:
     )
 
 
-def _agreed(mode: Mode, call: LossCall) -> Mode:
-    """keep only where every rank of the group can: each of its windows is an exchange that all must take part in."""
-    if call.vocab_group is None:
-        return mode
-    can_keep = torch.tensor([int(mode == "keep")], dtype=torch.int32, device=call.student_hidden.device)
-    dist.all_reduce(can_keep, op=dist.ReduceOp.MIN, group=call.vocab_group)
-    return "keep" if can_keep.item() else "recompute"
+def _agreed(mode: Mode, call: LossCall) -> _Choice:
+    """keep only where every rank of the group can, else the smallest of their windows: each is an exchange that all
+    must take part in."""
+    group, device = call.vocab_group, call.student_hidden.device
+    if group is None:
+        return _Choice(mode, None)
+    shape, wanted_bytes = loss_shape(call, make_epilogue(call, "recompute")), call.options.workspace_bytes
+    own_rows = most_window_rows(shape, device=device.type, workspace_bytes=wanted_bytes)
+    least = torch.tensor([int(mode == "keep"), own_rows], dtype=torch.int64, device=device)
+    dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)
+    can_keep, rows = least.tolist()
+    if can_keep:
+        return _Choice("keep", None)
+    if not rows and own_rows:
+        raise ValueError(
+            f"workspace_bytes: got {wanted_bytes}, too little on another rank of the vocabulary group; allowed: what "
+            "it says itself"
+        )
+    return _Choice("recompute", rows)
 
 
 def _free_bytes(device: torch.device) -> int | None:

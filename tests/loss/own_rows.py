@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from planner.loss_costs import Mode
-from student.loss import Head, LossOptions
+from planner.loss_costs import LossShape, Mode, most_window_rows
+from student.loss import Head, KDLoss, LossOptions
 from student.loss.divergences import DIVERGENCES
 from tests.loss.problems import IGNORE, Answer, Problem, assert_equal_answers, planned_loss, random_problem
 
@@ -94,6 +95,35 @@ def check_own_rows_in_16_bits_err_no_more_than_one_rank(rank: int, world: int) -
             assert_equal_answers(found, part_of(wanted, shares, rank, bounds, True), 8e-3)
 
 
+def check_ranks_agree_on_windows_where_their_shards_differ(rank: int, world: int) -> None:
+    # A stated workspace holds fewer rows of a wide shard than of a narrow one; each window is an exchange of all.
+    num_columns, workspace_bytes = 259, 1 << 20
+    cuts = {1: [0, 259], 2: [0, 250, 259], 3: [0, 200, 250, 259]}[world]
+    first, last = cuts[rank], cuts[rank + 1]
+    shapes = [
+        LossShape(num_rows=1, num_columns=stop - start, student_hidden=5, teacher_hidden=6, state_bytes=8, work_bytes=8)
+        for start, stop in pairwise(cuts)
+    ]
+    windows = [most_window_rows(shape, device="cpu", workspace_bytes=workspace_bytes) for shape in shapes]
+    assert len(set(windows)) == world, "each would cut other windows by itself"
+    shares = [700 // world] * world
+    problem = random_problem(54, num_rows=sum(shares), num_columns=num_columns, masked_frac=0.0)
+    options = LossOptions(divergence="jsd", workspace_bytes=workspace_bytes)
+    wanted = replace(problem, call={"all_rows": True}).solve_exactly(options)
+    own = share_of(problem, shares, rank, (first, last), scattered=False)
+    assert_equal_answers(own.solve(KDLoss.from_options(options)), part_of(wanted, shares, rank, (first, last), False))
+
+
+def check_a_workspace_too_small_for_one_rank_is_refused_on_all(rank: int, world: int) -> None:
+    # 30 kB hold a window of three columns, and none of a hundred.
+    columns = (0, 100) if rank == 0 else (100 + 3 * (rank - 1), 103 + 3 * (rank - 1))
+    shares = [9] * world
+    problem = random_problem(55, num_rows=sum(shares), num_columns=100 + 3 * (world - 1), masked_frac=0.0)
+    own = share_of(problem, shares, rank, columns, scattered=False)
+    with pytest.raises(ValueError, match="workspace_bytes: got 30000"):
+        own.solve(KDLoss.from_options(LossOptions(workspace_bytes=30_000)))
+
+
 def check_counts_that_are_not_the_call_s_are_refused(rank: int, world: int) -> None:
     problem = random_problem(53, num_rows=4, masked_frac=0.0)
     for group_rows, message in (([4] * (world + 1), "group_rows"), ([5] * world, "group_rows")):
@@ -109,5 +139,7 @@ def check_counts_that_are_not_the_call_s_are_refused(rank: int, world: int) -> N
 CHECKS = (
     check_own_rows_have_the_loss_of_all_rows_together,
     check_own_rows_in_16_bits_err_no_more_than_one_rank,
+    check_ranks_agree_on_windows_where_their_shards_differ,
+    check_a_workspace_too_small_for_one_rank_is_refused_on_all,
     check_counts_that_are_not_the_call_s_are_refused,
 )
