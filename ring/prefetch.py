@@ -20,6 +20,7 @@ from ring.core.stats import RingStats
 from ring.core.student import StudentMachine
 from ring.lease import Event, Lease
 from ring.pump import ChannelOptions, LinkOpener, Pump
+from ring.session import Needs
 from transport.memory import SlotArena
 
 TORCH_DTYPES = {
@@ -100,9 +101,11 @@ class Ring:
                 self._wait(left_s)
             return pump.welcome
 
-    def open(self, *, max_rows: int, wire_dtype: WireDtype) -> int:
+    def open(self, *, max_rows: int, wire_dtype: WireDtype, max_tokens: int = 0, max_document_tokens: int = 0) -> int:
         """Allocate the slots, `max_rows` states each, and offer them to the replicas; returns the bytes allocated.
 
+        max_rows, max_tokens: of the largest microbatch; max_document_tokens: of the longest document. Replicas whose
+        limits are lower are left out.
         Raises ConfigError: the replica does not send that dtype, or the memory is not there."""
         pump = self._pump
         with pump.lock:
@@ -118,7 +121,14 @@ class Ring:
                 self._config, epoch=self._hello.epoch, fingerprint=welcome.fingerprint, now_s=time.monotonic()
             )
             self._wire_dtype = wire_dtype
-            pump.offer_slots(machine, arena, wire_dtype=wire_dtype, free=self._free)
+            needs = Needs(
+                wire_dtype=wire_dtype,
+                # A slot may have room for more than the teacher sends.
+                max_rows=min(max_rows, welcome.max_rows),
+                max_tokens=max_tokens,
+                max_document_tokens=max_document_tokens,
+            )
+            pump.offer_slots(machine, arena, needs=needs, free=self._free)
             return arena.total_bytes
 
     @property
@@ -138,6 +148,12 @@ class Ring:
         """How many more requests the ring takes now."""
         with self._pump.lock:
             return self._machine().can_submit
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether nothing can come any more: `next_lease` raises why."""
+        with self._pump.lock:
+            return self._pump.failure is not None or self._pump.stopping
 
     def submit(self, seq: int, request: TokenRequest) -> None:
         """Ask for the states of one microbatch; they come back as the lease of `seq`, in the order of submission.

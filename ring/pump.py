@@ -16,8 +16,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
-import crc32c
-
 from ring.connection import RECONNECT_MAX_S, RECONNECT_MIN_S, ChannelOptions, LinkOpener, Replica
 from ring.core import codec
 from ring.core.actions import (
@@ -42,11 +40,11 @@ from ring.core.errors import (
     TeacherLost,
     TransportError,
 )
-from ring.core.messages import Goodbye, Hello, Refused, Welcome, WireDtype
+from ring.core.messages import Goodbye, Hello, Refused, Welcome
 from ring.core.student import StudentMachine
 from ring.lease import Event
-from ring.session import Phase, Session
-from transport.contract import Arrival, Fence, Receiver
+from ring.session import Needs, Phase, Session
+from transport.contract import Fence, Receiver
 from transport.memory import SlotArena
 
 __all__ = ["ChannelOptions", "LinkOpener", "Pump", "Replica"]
@@ -55,6 +53,8 @@ logger = logging.getLogger(__name__)
 
 #: While a released slot waits for its device event, the pump looks this often.
 EVENT_POLL_S = 0.001
+#: Messages of one replica in a row; then fills, the other replicas and the timers have their turn.
+MESSAGES_A_TURN = 256
 
 
 class Pump:
@@ -74,7 +74,7 @@ class Pump:
         # Released, but the device may still read: (seq, event).
         self.releasing: list[tuple[int, Event]] = []
         self._free: Callable[[int], None] = self._free_unopened
-        self._wire_dtype: WireDtype | None = None
+        self._needs: Needs | None = None
         self._hello = hello
         self._options = options
         self._actions: deque[Action] = deque()
@@ -88,10 +88,12 @@ class Pump:
     # ---- for the trainer's thread; all but `stop` under the lock ---------------------------------------------------
 
     def offer_slots(
-        self, machine: StudentMachine, arena: SlotArena, *, wire_dtype: WireDtype, free: Callable[[int], None]
+        self, machine: StudentMachine, arena: SlotArena, *, needs: Needs, free: Callable[[int], None]
     ) -> None:
-        """Offer the slots to every replica from now on. free: called with a seq whose release event has passed."""
-        self.machine, self.arena, self._wire_dtype, self._free = machine, arena, wire_dtype, free
+        """Offer the slots to every replica from now on that can do what the run needs.
+
+        free: called with a seq whose release event has passed."""
+        self.machine, self.arena, self._needs, self._free = machine, arena, needs, free
         for replica in self.replicas.values():
             # So that the machine can name it even if it never comes up.
             self._actions.extend(machine.replica_down(replica.name, error=replica.last_error, now_s=time.monotonic()))
@@ -185,7 +187,10 @@ class Pump:
 
     def _take_messages(self, replica: Replica, session: Session, now_s: float) -> bool:
         busy = False
-        while (message := session.recv()) is not None:
+        # A replica that never ends its talk must not keep the timers from ending its session, or the run.
+        for _ in range(MESSAGES_A_TURN):
+            if (message := session.recv()) is None:
+                break
             busy = True
             if isinstance(message, Goodbye):
                 raise PeerLost(f"it said goodbye: {message.reason}")
@@ -226,17 +231,13 @@ class Pump:
     def _offer(self, replica: Replica, session: Session, welcome: Welcome) -> None:
         assert self.welcome is not None
         assert self.arena is not None
-        assert self._wire_dtype is not None
-        if welcome.fingerprint != self.welcome.fingerprint:
-            raise ConfigError(
-                f"{replica.name}: fingerprint {welcome.fingerprint} ({welcome.model}); the run's teacher is "
-                f"{self.welcome.fingerprint} ({self.welcome.model}): all replicas must serve the same"
-            )
+        assert self._needs is not None
+        self._needs.check(replica.name, welcome, self.welcome)
         options = self._options
         reason = session.offer(
             self.arena,
             transport=options.transport,
-            wire_dtype=self._wire_dtype,
+            wire_dtype=self._needs.wire_dtype,
             crc=options.crc,
             bind_host=options.bind_host,
             encrypt=options.encrypt,
@@ -244,28 +245,21 @@ class Pump:
         logger.info("%s: transport %s (%s)", replica.name, session.backend, reason)
 
     def _take_fills(self, replica: Replica, session: Session, now_s: float) -> bool:
-        machine, busy = self.machine, False
+        machine = self.machine
         if machine is None:
             return False
-        while arrivals := session.arrivals():
-            busy = True
-            for arrival in arrivals:
-                header = codec.decode_header(arrival.header)
-                crc = self._checksum(session, arrival)
-                with self.lock:
-                    machine.heard(replica.name, now_s=now_s)
-                    self._actions.extend(
-                        machine.arrived(replica.name, arrival.fill, arrival.num_bytes, header, crc, now_s=now_s)
-                    )
-                # At once: the trainer may be waiting for this very fill.
-                self._carry_out(now_s)
-        return busy
-
-    def _checksum(self, session: Session, arrival: Arrival) -> int | None:
-        if not session.crc:
-            return None
-        assert self.arena is not None
-        return crc32c.crc32c(self.arena.buffer(arrival.fill.slot)[: arrival.num_bytes])
+        arrivals = session.arrivals()
+        for arrival in arrivals:
+            header = codec.decode_header(arrival.header)
+            crc = session.checksum(arrival)
+            with self.lock:
+                machine.heard(replica.name, now_s=now_s)
+                self._actions.extend(
+                    machine.arrived(replica.name, arrival.fill, arrival.num_bytes, header, crc, now_s=now_s)
+                )
+            # At once: the trainer may be waiting for this very fill.
+            self._carry_out(now_s)
+        return bool(arrivals)
 
     def _end_session(self, replica: Replica, error: str, now_s: float, *, backoff_s: float | None = None) -> None:
         """Close what is left of the session; its fills go to the others. The replica is tried again later."""

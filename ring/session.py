@@ -9,6 +9,9 @@ from __future__ import annotations
 import enum
 import functools
 import logging
+from dataclasses import dataclass
+
+import crc32c
 
 from ring.control import ControlLink
 from ring.core.errors import ConfigError, RemoteProtocolError
@@ -52,6 +55,38 @@ class Phase(enum.Enum):
     READY = "ready"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Needs:
+    """What a run asks of each of its replicas: of one request, and of each document in it."""
+
+    wire_dtype: WireDtype
+    max_rows: int
+    max_tokens: int = 0
+    max_document_tokens: int = 0
+
+    def check(self, name: str, welcome: Welcome, first: Welcome) -> None:
+        """Raises ConfigError: this replica can't serve what `first`, the run's teacher, was found to be able to."""
+        if welcome.fingerprint != first.fingerprint:
+            raise ConfigError(
+                f"{name}: fingerprint {welcome.fingerprint} ({welcome.model}); the run's teacher is "
+                f"{first.fingerprint} ({first.model}): all replicas must serve the same"
+            )
+        if self.wire_dtype not in welcome.wire_dtypes:
+            allowed = ", ".join(dtype.value for dtype in welcome.wire_dtypes)
+            raise ConfigError(
+                f"{name}: the run's states travel as {self.wire_dtype.value}; this replica sends {allowed}"
+            )
+        for what, needed, limit in (
+            ("rows in a request", self.max_rows, welcome.max_rows),
+            ("tokens in a request", self.max_tokens, welcome.max_tokens),
+            ("tokens in a document", self.max_document_tokens, welcome.max_document_tokens),
+        ):
+            if needed > limit:
+                raise ConfigError(
+                    f"{name}: it takes {limit} {what}, the run has up to {needed}: raise its --max-batch-tokens"
+                )
+
+
 class Session:
     """The student's half of one session. Not thread-safe: the pump's thread owns it."""
 
@@ -63,6 +98,7 @@ class Session:
         self.backend: str | None = None
         self.crc = False
         self._hello = hello
+        self._arena: SlotArena | None = None
         self._receiver: Receiver | None = None
         link.send(hello)
 
@@ -119,10 +155,11 @@ class Session:
         backend: Backend = load(self.backend)
         capabilities = backend.capabilities()
         self.crc = capabilities.crc_by_default if crc is None else crc
-        bind_host = bind_host or self.link.local_host()
+        # Brackets belong to endpoints; whoever resolves or binds an address takes it without.
+        bind_host = (bind_host or self.link.local_host()).strip("[]")
         if encrypt and not capabilities.encrypts and not capabilities.same_host_only and not is_loopback(bind_host):
             _warn_of_exposure(self.backend)
-        self._receiver = backend.open_receiver(arena, bind_host=bind_host, encrypt=encrypt)
+        self._arena, self._receiver = arena, backend.open_receiver(arena, bind_host=bind_host, encrypt=encrypt)
         self.link.send(
             Offer(
                 backend=self.backend,
@@ -155,6 +192,13 @@ class Session:
     def arrivals(self) -> list[Arrival]:
         """Fills that became whole. Raises PeerLost, TransportError."""
         return [] if self._receiver is None else self._receiver.poll()
+
+    def checksum(self, arrival: Arrival) -> int | None:
+        """crc32c over what arrived, as it is in its slot; None: checking is off."""
+        if not self.crc:
+            return None
+        assert self._arena is not None
+        return crc32c.crc32c(self._arena.buffer(arrival.fill.slot)[: arrival.num_bytes])
 
     def fenced(self) -> list[FillId]:
         return [] if self._receiver is None else self._receiver.poll_fenced()

@@ -48,7 +48,7 @@ class RefusalCode(enum.Enum):
 
     CANCELLED = "cancelled"  # asked by the student; no byte of the attempt will be written any more
     EXPIRED = "expired"  # its time was over before its turn came
-    INVALID = "invalid"  # the request itself can't be served: repeating it elsewhere won't help
+    INVALID = "invalid"  # the request itself can't be served by this teacher: repeating it here won't help
     OVERLOADED = "overloaded"  # more requests than slots were granted
     DRAINING = "draining"  # the teacher is going away
     FAILED = "failed"  # the forward pass raised

@@ -50,7 +50,8 @@ REQUEST_TRANSITIONS: Mapping[tuple[RequestState, RequestEvent], RequestState] = 
 @dataclass(kw_only=True)
 class Entry:
     """One request. `attempt` is the number of the present or next attempt; `fill`, `replica`, `sent_s` are the last
-    attempt's. `refused_by`: replicas not to be asked before `retry_at_s`."""
+    attempt's. `refused_by`: replicas not to be asked before `retry_at_s`; `unservable_by`: those that say that they
+    never can serve it."""
 
     seq: int
     payload: Payload
@@ -62,6 +63,7 @@ class Entry:
     sent_s: float = 0.0
     header: FillHeader | None = None
     refused_by: set[str] = field(default_factory=set)
+    unservable_by: set[str] = field(default_factory=set)
     num_backoffs: int = 0
     retry_at_s: float | None = None
 
@@ -155,6 +157,7 @@ class Requests:
         """It may be asked for all of them again, those in flight elsewhere included, should they be given up."""
         for entry in self._entries.values():
             entry.refused_by.discard(replica)
+            entry.unservable_by.discard(replica)
 
     def submit(self, entry: Entry) -> None:
         self._entries[entry.seq] = entry

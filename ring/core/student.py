@@ -198,10 +198,13 @@ class StudentMachine:
             return self._settle(actions)
         sender.last_error = f"refused seq {fill.seq} ({code.value}): {message}"
         self._attempts.give_up(entry, RetryCause.REFUSED, actions)
-        if code is RefusalCode.INVALID:
-            self._ended = f"replica {replica} can't serve seq {fill.seq}: {message}"
-            return [*self._settle(actions), Fatal(self._ended)]
         entry.refused_by.add(replica)
+        if code is RefusalCode.INVALID:
+            entry.unservable_by.add(replica)
+            # One replica's limits may be lower than another's; while one is left that has not said so, it is asked.
+            if all(other.name in entry.unservable_by for other in self._fleet if other.connected):
+                self._ended = f"replica {replica} can't serve seq {fill.seq}: {message}"
+                return [*self._settle(actions), Fatal(self._ended)]
         self._fleet.failed(sender)
         if code is RefusalCode.DRAINING and sender.state is not ReplicaState.DRAINING:
             self._fleet.move(sender, ReplicaEvent.DRAIN)

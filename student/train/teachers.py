@@ -101,7 +101,9 @@ def connected(
                 f"{welcome.max_document_tokens}: lower --max-length"
             )
         wire_dtype = welcome.wire_dtypes[0]
-        slots_bytes = ring.open(max_rows=max_rows, wire_dtype=wire_dtype)
+        slots_bytes = ring.open(
+            max_rows=max_rows, wire_dtype=wire_dtype, max_tokens=max_tokens, max_document_tokens=max_document_tokens
+        )
         logger.info(
             "teacher %s (%s): %d slots, %.1f MiB in all, states as %s",
             welcome.model,

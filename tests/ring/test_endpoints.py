@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 import zmq
 
@@ -31,6 +33,25 @@ def test_a_port_can_be_used_again_at_once(model: TeacherModel) -> None:
             first.close()
             with Teacher(model, listen=first.endpoint):
                 consume(ring, model, range(seq, seq + 1))
+
+
+def has_ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6 loopback address")
+@pytest.mark.parametrize("transport", ["zmq", "ucx"])
+def test_states_travel_over_ipv6(model: TeacherModel, transport: str) -> None:
+    with (
+        Teacher(model, listen="tcp://[::1]:*") as asked,
+        open_ring(model, asked, transport=transport) as ring,
+    ):
+        consume(ring, model, range(4))
 
 
 @pytest.mark.parametrize(

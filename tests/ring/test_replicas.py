@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import re
 import socket
+from functools import partial
 
 import pytest
 import torch
+import zmq
 
+from ring.core.config import RingConfig
 from ring.core.errors import ConfigError, TeacherLost
+from ring.core.messages import Message, Pong
 from ring.core.stats import RetryCause
+from ring.local_control import LocalLink, Mailbox
+from ring.prefetch import Ring
+from ring.pump import LinkOpener
 from teacher.forward import TeacherModel
 from tests.ring.rig import (
     HANG_GUARD_S,
     Teacher,
     all_up,
     consume,
+    make_hello,
     make_ring,
     open_ring,
     request_of,
@@ -186,6 +194,40 @@ def test_a_teacher_that_forgets_a_silent_student_is_asked_again(model: TeacherMo
         last_error = ring.stats().machine.replicas[0].last_error
         assert last_error in ("it said goodbye: not heard from for 0.2 s", "the teacher closed its end")
         consume(ring, model, range(3, 8))
+
+
+def test_a_replica_with_lower_limits_than_the_run_needs_is_left_out(
+    model: TeacherModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    """R5: it must not end a run that another serves."""
+    later = free_endpoint()
+    with Teacher(model) as first, open_ring(model, first, later) as ring:
+        consume(ring, model, range(6))
+        with Teacher(model, listen=later, max_batch_tokens=2):
+            wait_until(lambda: "it takes 2 rows in a request, the run has up to 64" in caplog.text, "the small one")
+            consume(ring, model, range(6, 18))
+        assert {replica.name: replica.fills for replica in ring.stats().machine.replicas}[later] == 0
+
+
+class Chatterbox(LocalLink):
+    """A replica that never stops to talk, and says nothing."""
+
+    def recv(self) -> Message | None:
+        return super().recv() or Pong(token=0)
+
+
+def test_a_replica_that_never_stops_to_talk_holds_up_no_other(model: TeacherModel) -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    with Teacher(model) as asked:
+        links: list[tuple[str, LinkOpener]] = [
+            ("chatterbox", lambda: Chatterbox(Mailbox(), Mailbox())),
+            (asked.endpoint, partial(asked.link, context)),
+        ]
+        with Ring(config=RingConfig(depth=3), hello=make_hello(model), links=links) as ring:
+            ring.wait_welcome(timeout_s=HANG_GUARD_S)
+            ring.open(max_rows=64, wire_dtype=model.dtype)
+            consume(ring, model, range(6))
+    context.term()
 
 
 def test_all_replicas_of_a_run_serve_the_same_model(

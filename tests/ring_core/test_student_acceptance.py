@@ -156,6 +156,42 @@ def test_answers_of_replicas_never_heard_of_are_counted_and_forgotten() -> None:
     assert [replica.name for replica in stats.replicas] == ["a"]
 
 
+def test_what_one_replica_can_not_serve_is_asked_of_the_others() -> None:
+    """R5: a replica that was restarted with lower limits ends no run that another can serve."""
+    ring = Driver()
+    ring.up("a")
+    ring.submit(0)
+    ring.up("b")
+    actions = ring.refuse(FillId(0, 0, 0), RefusalCode.INVALID, "9000 rows; allowed: 4096")
+    assert [name for name, _ in ring.sends(actions)] == ["b"]
+    ring.fill_all()
+    assert ring.consume() == [0]
+
+
+def test_what_no_replica_can_serve_ends_the_run() -> None:
+    ring = Driver()
+    ring.up("a")
+    ring.submit(0)
+    ring.up("b")
+    refused = [fill for _, fill in ring.sends(ring.refuse(FillId(0, 0, 0), RefusalCode.INVALID, "9000 rows"))]
+    actions = ring.refuse(refused[0], RefusalCode.INVALID, "9000 rows; allowed: 4096")
+    assert actions[-1] == Fatal("replica b can't serve seq 0: 9000 rows; allowed: 4096")
+
+
+def test_what_is_left_alone_with_a_replica_that_can_not_serve_it_ends_the_run() -> None:
+    """The other one leaves while it is asked: the run must not wait for ever for what is refused for ever."""
+    ring = Driver()
+    ring.up("a")
+    ring.submit(0)
+    ring.up("b")
+    ring.refuse(FillId(0, 0, 0), RefusalCode.INVALID, "9000 rows")
+    ring.down("b")
+    ring.wait(1.0)
+    (again,) = ring.asked
+    assert ring.asked[again][0] == "a"
+    assert isinstance(ring.refuse(again, RefusalCode.INVALID, "9000 rows")[-1], Fatal)
+
+
 def test_an_invalid_request_ends_the_run_instead_of_being_repeated() -> None:
     ring = Driver()
     ring.up("a")
