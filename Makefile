@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: setup demo demo-cluster demo-smollm test lint types imports unit test-slow test-rdma soak soak-simulation soak-chaos bench report clean help
+.PHONY: setup demo demo-cluster demo-smollm test lint types imports unit test-slow test-rdma soak soak-simulation soak-chaos soak-security bench report clean help
 
 VENV ?= .venv
 PY := $(VENV)/bin/python
@@ -12,7 +12,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 	if $$p -c 'import sys; sys.exit(not ((3, 11) <= sys.version_info < (3, 14)))' 2>/dev/null; then echo $$p; break; fi; done)
 
 help: ## list the targets
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
 
 setup: $(STAMP) ## create .venv with everything that demo and test need
 

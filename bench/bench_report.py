@@ -20,6 +20,7 @@ from bench.corpus import build_corpus
 from bench.records import environment
 from ring.command import flag, parse, run, set_up_logging
 from ring.core.errors import ConfigError
+from student.train.teachers import resolve_device
 
 PROG = "bench.report"
 Made = TypeVar("Made")
@@ -80,6 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def report(config: ReportConfig, console: Console, *, shell: str) -> int:
     """Measure, write, say what was found; returns the exit code. Raises DisaggKDError."""
     started_s = time.monotonic()
+    # Before anything is made: a device that is not there would be noticed after minutes.
+    resolve_device(config.device)
     root = Path(config.out)
     root.mkdir(parents=True, exist_ok=True)
     with _progress(console) as progress:

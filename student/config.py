@@ -148,10 +148,11 @@ class TrainConfig:
 
     def check_alone(self) -> None:
         """Raises ConfigError: a setting that only several ranks can have."""
-        for name in ("fsdp", "vocab_parallel"):
-            if getattr(self, name) not in (False, 1):
+        # Each by itself: True equals 1, so one list of defaults for both would let --fsdp through.
+        for name, is_set in (("fsdp", self.fsdp), ("vocab-parallel", self.vocab_parallel != 1)):
+            if is_set:
                 wanted = "ranks, as torchrun --nproc-per-node N -m student.train starts them"
-                raise ConfigError(f"--{name.replace('_', '-')} needs {wanted}")
+                raise ConfigError(f"--{name} needs {wanted}")
 
     @property
     def endpoints(self) -> tuple[str, ...]:

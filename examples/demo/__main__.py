@@ -34,6 +34,8 @@ TEACHER_STEPS, TEACHER_LR = 400, 1.5e-3
 #: From random weights, and for models that know something already.
 STUDENT_LR, OWN_STUDENT_LR = 1.5e-3, 1e-4
 SEQUENCE_TOKENS, BATCH_SIZE = 256, 8
+#: Between two processes of one machine.
+TRANSPORTS = ("shm", "zmq", "ucx")
 PROMPT = "def read_config(path):\n    "
 
 
@@ -65,6 +67,10 @@ class DemoConfig:
             )
         if self.steps < 1:
             raise ConfigError(f"--steps must be >= 1, got {self.steps}")
+        if self.transport not in TRANSPORTS:
+            raise ConfigError(
+                f"--transport {self.transport}: no transport of the demo; allowed: {', '.join(TRANSPORTS)}"
+            )
 
     @property
     def student_lr(self) -> float:

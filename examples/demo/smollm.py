@@ -20,8 +20,9 @@ import torch
 import transformers
 
 from bench.corpus import build_corpus
+from examples.demo.__main__ import DemoConfig
 from examples.demo.__main__ import main as demo
-from ring.command import run
+from ring.command import parse, run
 from ring.core.errors import ConfigError
 
 PROG = "demo-smollm"
@@ -35,7 +36,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command; flags go to the demo. Returns its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     models: list[Path] = []
-    code = run(lambda: models.extend(prepared(ROOT)), prog=PROG, debug="--debug" in arguments)
+
+    def command() -> None:
+        # First: bad flags are not to cost a download.
+        parse(DemoConfig, [*FLAGS, *arguments], prog=PROG, description=__doc__ or "")
+        models.extend(prepared(ROOT))
+
+    code = run(command, prog=PROG, debug="--debug" in arguments)
     if code:
         return code
     teacher, student = models

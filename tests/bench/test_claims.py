@@ -187,6 +187,7 @@ def test_the_page_and_its_figures_need_nothing_but_themselves(tmp_path: Path) ->
         (["--steps", "2"], "--steps must be >= 8"),
         (["--teacher", "somewhere"], "--student None"),
         (["--colour", "red"], "--colour"),
+        (["--device", "cuda:99", "--out", "/nowhere"], "--device cuda:99"),
     ],
 )
 def test_bad_flags_are_one_line(flags: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from bench.stages import running
 from examples.demo.__main__ import DemoConfig
+from examples.demo.__main__ import main as demo_main
 from examples.demo.samples import ANY_PROMPT, first_words
 from tests.tiny_models import tiny_tokenizer
 
@@ -86,3 +87,21 @@ def test_own_students_get_a_learning_rate_for_models_that_know_something() -> No
     own = DemoConfig(teacher="t", student="s", data=("d",))
     assert own.student_lr < DemoConfig().student_lr
     assert DemoConfig(lr=0.5).student_lr == 0.5
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--transport", "carrier-pigeon"], "allowed: shm, zmq, ucx"),
+        (["--steps", "0"], "--steps must be >= 1"),
+        (["--teacher", "somewhere"], "together, or none of them"),
+    ],
+)
+def test_a_demo_that_cannot_end_well_does_not_begin(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], said: str
+) -> None:
+    assert demo_main([*flags, "--out", str(tmp_path / "demo")]) == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 1
+    assert said in lines[0]
+    assert not (tmp_path / "demo").exists()

