@@ -47,6 +47,10 @@ _TRANSPORT_SETTINGS = {
     "UD_MLX5_TIMEOUT": "30s",
 }
 _RDMA_TRANSPORT = re.compile(r"(rc|ud|dc)(_verbs|_mlx5|_v|_x)?/")
+#: A worker's address has a header and an id at least, and as many bytes more as it has devices.
+_ADDRESS_BYTES = range(16, 64 * 1024)
+#: Of an address's first byte: the version of its layout.
+_ADDRESS_VERSION = 0x0F
 _NO_PARAM = lib.RequestParam()
 _FORCE = lib.RequestParam(op_attr_mask=lib.OP_FLAGS, flags=lib.CLOSE_FORCE)
 _CLOSE_TIMEOUT_S = 1.0
@@ -164,7 +168,16 @@ class Connection:
     """One way to another worker, with error handling."""
 
     def __init__(self, worker: Worker, address: bytes) -> None:
-        """Raises RemoteProtocolError: that is no address, or can't be reached."""
+        """Raises RemoteProtocolError: that is no address, or can't be reached.
+
+        UCX ends the process where what follows a right beginning is malformed: docs/security.md says whom that binds
+        us to trust."""
+        own = worker.address()
+        if len(address) not in _ADDRESS_BYTES or (address[0] ^ own[0]) & _ADDRESS_VERSION:
+            raise RemoteProtocolError(
+                f"UCX: an address of {len(address)} bytes that begins with {address[:1].hex()}; ours has {len(own)} "
+                f"and begins with {own[:1].hex()}: is it of another version?"
+            )
         self._worker = worker
         self._error: str | None = None
         # A weak reference: the callback belongs to this object, which it would keep alive else.

@@ -14,7 +14,7 @@ import struct
 import time
 from collections import deque
 
-from ring.core.errors import TransportError
+from ring.core.errors import RemoteProtocolError, TransportError
 from ring.core.messages import FillId
 from transport import ucx_core
 from transport.devices import net_devices
@@ -36,6 +36,7 @@ TO_STUDENT, TO_TEACHER = b"to the student", b"to the teacher"
 _PAYLOAD = struct.Struct("<qQQQQ")
 _POLL_BUDGET_S = 2e-3  # then the owner's other work has its turn
 _GOODBYE_TIMEOUT_S = 0.2
+_MAX_PID = 2**31 - 1
 
 
 def control_tag(token: bytes, direction: bytes) -> int:
@@ -64,10 +65,14 @@ class Link:
         self._reading: deque[tuple[Transfer, bytearray]] = deque()
         self._is_busy = False
         self._worker: Worker | None = Worker(ucx_core.context(net_devices=net_devices(local_host)))
-        self._wakeup = Wakeup()
-        self._news = select.epoll()
-        self._news.register(self._wakeup, select.EPOLLIN)
-        self._news.register(self._worker, select.EPOLLIN)
+        try:
+            self._wakeup = Wakeup()
+            self._news = select.epoll()
+            self._news.register(self._wakeup, select.EPOLLIN)
+            self._news.register(self._worker, select.EPOLLIN)
+        except OSError as error:
+            self._worker.close()
+            raise TransportError(f"ucx: no descriptors for a channel: {error}") from error
 
     def fileno(self) -> int:
         return self._news.fileno()
@@ -94,7 +99,10 @@ class Link:
         return None
 
     def connect(self, address: bytes, *, host: str, pid: int) -> None:
-        """host, pid: where the other worker is. Raises RemoteProtocolError: it is no address, or can't be reached."""
+        """host, pid: where the other worker is. Raises RemoteProtocolError: it is no address or process, or can't be
+        reached. Raises TransportError: there is no descriptor to watch the process with."""
+        if not 0 < pid <= _MAX_PID:
+            raise RemoteProtocolError(f"ucx: the other side says that it is process {pid}; allowed: 1 to {_MAX_PID}")
         self._connection = self._open_worker().connect(address)
         # UCX's shared memory was seen not to notice that the other process was killed.
         if host == host_id() and pid != os.getpid():
@@ -104,6 +112,8 @@ class Link:
                 self._news.register(self._pidfd, select.EPOLLIN)
             except ProcessLookupError:
                 self._process_is_gone = True
+            except OSError as error:
+                raise TransportError(f"ucx: process {pid} can't be watched: {error}") from error
 
     def say(self, message: bytes) -> None:
         """Send a control message. Raises TransportError: the connection is broken."""

@@ -35,6 +35,9 @@ from transport.ucx_link import (
 )
 
 _MAX_EARLY = 64  # parts that overtook their announcement
+#: Announcements that wait to become whole, at least: a teacher that answers what was given up long ago has more than
+#: there are slots, but not many more.
+_MIN_ANNOUNCED = 64
 
 
 @dataclass
@@ -77,6 +80,7 @@ class UcxReceiver(Receiver):
     def __init__(self, arena: SlotArena, *, bind_host: str) -> None:
         self._lock = threading.RLock()
         self._arena = arena
+        self._max_announced = max(_MIN_ANNOUNCED, 2 * arena.num_slots)
         self._armed = ArmedFills(num_slots=arena.num_slots, slot_bytes=arena.slot_bytes)
         self._incoming: deque[_Incoming] = deque()  # as they were announced
         self._filling: dict[FillId, _Incoming] = {}  # those of them that go into a slot
@@ -166,25 +170,31 @@ class UcxReceiver(Receiver):
 
     def _receive(self) -> list[Arrival]:
         said, offers = self._link.poll()
+        arrivals = []
         for message in said:
             self._hear(message)
+            arrivals += self._finish_whole()
         for offer in offers:
             place = self._places.pop(offer.tag, None)
             if place is not None and self._ending is None:
                 self._fetch(offer, place)
-            elif self._link.is_connected and self._ending is None and len(self._early) < _MAX_EARLY:
-                self._early[offer.tag] = offer
-            else:  # a stranger's, or too late
+            elif self._link.is_connected and self._ending is None and offer.tag not in self._early:
+                self._keep_early(offer)
+            else:  # a stranger's, a repeated one, or too late
                 self._link.drop(offer)
         for fill in [fill for fill, incoming in self._pending.items() if not incoming.is_moving]:
             del self._pending[fill]
             self._fenced.append(fill)
-        arrivals = []
-        while self._incoming and self._incoming[0].is_whole:
-            arrivals += self._finish(self._incoming.popleft())
+        arrivals += self._finish_whole()
         if self._ending is not None:
             self._lose(self._ending)
         return arrivals
+
+    def _keep_early(self, offer: Message) -> None:
+        """Until its announcement comes. What waits longest gives way: nobody may fill the place of the others."""
+        if len(self._early) == _MAX_EARLY:
+            self._link.drop(self._early.pop(next(iter(self._early))))
+        self._early[offer.tag] = offer
 
     def _hear(self, message: bytes) -> None:
         kind, is_ticket = message[:1], len(message) == TICKET.size
@@ -212,6 +222,9 @@ class UcxReceiver(Receiver):
         is_valid = len(header) == header_bytes <= MAX_HEADER_BYTES and num_bytes <= self._arena.slot_bytes
         if not is_valid or (sum(sizes) if num_parts else len(inline)) != num_bytes:
             self._break(f"its announcement of {fill}, {num_bytes} bytes in {num_parts} parts, makes no sense")
+            return
+        if len(self._incoming) >= self._max_announced:
+            self._break(f"it announced {fill} while {len(self._incoming)} fills before it are not whole")
             return
         # The same fill again finds no receiver while the first is being fetched.
         is_armed = self._armed.expects(fill, num_bytes) and fill not in self._filling
@@ -253,6 +266,12 @@ class UcxReceiver(Receiver):
                 incoming.is_sent = True
                 return True
         return False
+
+    def _finish_whole(self) -> list[Arrival]:
+        arrivals = []
+        while self._incoming and self._incoming[0].is_whole:
+            arrivals += self._finish(self._incoming.popleft())
+        return arrivals
 
     def _finish(self, incoming: _Incoming) -> list[Arrival]:
         is_wanted = incoming.target is not None

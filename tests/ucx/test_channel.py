@@ -7,7 +7,8 @@ import itertools
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -18,8 +19,21 @@ from tests.transport.peers import HANG_GUARD_S, Peer, payload, payload_digest, r
 from tests.ucx.conftest import REPOSITORY
 from transport import registry, ucx, ucx_library
 from transport.devices import net_devices
+from transport.host import host_id
 from transport.memory import SlotArena
-from transport.ucx_link import TO_STUDENT, TO_TEACHER, control_tag, payload_tag
+from transport.ucx_link import (
+    ANNOUNCE,
+    GREETING,
+    KIND_ANNOUNCE,
+    KIND_GREETING,
+    MAGIC,
+    TO_STUDENT,
+    TO_TEACHER,
+    WHO,
+    Link,
+    control_tag,
+    payload_tag,
+)
 from transport.ucx_receiver import UcxReceiver
 
 MIB = 1 << 20
@@ -126,6 +140,82 @@ def test_a_description_that_makes_no_sense_is_refused(channel: tuple[SlotArena, 
     description = {key: value for key, value in channel[1].describe().items() if key != missing}
     with pytest.raises(RemoteProtocolError, match="described by"):
         ucx.open_sender(description, num_slots=2, slot_bytes=4 * MIB, timeout_s=1.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"pid": 0}, "process 0; allowed"),
+        ({"pid": -1}, "process -1; allowed"),
+        ({"pid": 2**31}, "process 2147483648; allowed"),
+        ({"address": b""}, "an address of 0 bytes"),
+        ({"address": bytes(15)}, "an address of 15 bytes"),
+        ({"address": b"\x0f" + bytes(63)}, "begins with 0f; ours"),
+    ],
+)
+def test_a_process_or_an_address_that_is_none_is_refused(
+    channel: tuple[SlotArena, UcxReceiver], changes: dict[str, int | bytes], message: str
+) -> None:
+    description = {**channel[1].describe(), **changes}
+    with pytest.raises(RemoteProtocolError, match=message):
+        ucx.open_sender(description, num_slots=2, slot_bytes=4 * MIB, timeout_s=1.0)
+
+
+def as_teacher(channel: tuple[SlotArena, UcxReceiver], *, pid: int | None = None) -> Link:
+    """The bare link of somebody who knows the token, and says what a teacher would not. It has greeted."""
+    arena, receiver = channel
+    token = receiver.describe()["token"]
+    address = receiver.describe()["address"]
+    assert isinstance(token, bytes)
+    assert isinstance(address, bytes)
+    link = Link(token, listens=TO_TEACHER, speaks=TO_STUDENT, local_host="127.0.0.1")
+    link.connect(address, host="elsewhere", pid=os.getpid())
+    greeting = GREETING.pack(KIND_GREETING, MAGIC, arena.num_slots, arena.slot_bytes)
+    who = WHO.pack(host_id().encode(), os.getpid() if pid is None else pid)
+    link.say(greeting + who + link.address())
+    return link
+
+
+def poll_both(link: Link, receiver: UcxReceiver, until: Callable[[], bool]) -> None:
+    """Poll both ends until something holds, or the receiver raises."""
+    deadline_s = time.monotonic() + HANG_GUARD_S
+    while not until():
+        link.poll()
+        receiver.poll()
+        assert time.monotonic() < deadline_s
+
+
+@pytest.mark.parametrize("pid", [0, 2**31, 2**63])
+def test_a_greeting_from_no_process_ends_the_channel(channel: tuple[SlotArena, UcxReceiver], pid: int) -> None:
+    link = as_teacher(channel, pid=pid)
+    with pytest.raises(PeerLost, match=f"process {pid}; allowed"):
+        poll_both(link, channel[1], lambda: False)
+    link.close()
+
+
+def test_parts_that_nobody_announces_are_repeated_and_flooded_without_being_kept(
+    channel: tuple[SlotArena, UcxReceiver],
+) -> None:
+    link = as_teacher(channel)
+    receiver = channel[1]
+    poll_both(link, receiver, lambda: receiver._link.is_connected)
+    sent = [link.send(b"junk", tag=7) for _ in range(3)]
+    sent += [link.send(b"junk", tag=1000 + i) for i in range(200)]
+    poll_both(link, receiver, lambda: 1199 in receiver._early and all(transfer.is_done for transfer in sent))
+    assert len(receiver._early) == 64
+    assert 7 not in receiver._early, "the oldest gave way"
+    link.close()
+
+
+def test_a_teacher_that_announces_without_end_is_dropped(channel: tuple[SlotArena, UcxReceiver]) -> None:
+    link = as_teacher(channel)
+    receiver = channel[1]
+    poll_both(link, receiver, lambda: receiver._link.is_connected)
+    for seq in range(100):
+        link.say(ANNOUNCE.pack(KIND_ANNOUNCE, seq, seq, 1, 0, 16, 0, 1) + (16).to_bytes(8, "little"))
+    with pytest.raises(PeerLost, match="64 fills before it are not whole"):
+        poll_both(link, receiver, lambda: False)
+    link.close()
 
 
 def test_slots_of_another_size_are_refused(channel: tuple[SlotArena, UcxReceiver], peer: Peer) -> None:
