@@ -156,6 +156,18 @@ def _events(socket: zmq.Socket[bytes]) -> int:
     return int(socket.getsockopt(zmq.EVENTS))
 
 
+def _sent(socket: zmq.Socket[bytes], message: bytes) -> bool:
+    """Whether the socket took it. A blocking send would wait for ever once the only connection is gone."""
+    try:
+        # The look at the events makes zmq take notice of a connection that is new; a send alone may be too early.
+        if _events(socket) & zmq.POLLOUT:
+            socket.send(message, zmq.NOBLOCK)
+            return True
+    except zmq.Again:
+        pass  # it went between the look and the send
+    return False
+
+
 class DoorKeeper:
     """Lets exactly one connection with the credentials of `invitation` into a listening link; others never get as far
     as a message."""
@@ -244,18 +256,20 @@ def connect(link: Link, endpoint: str, invitation: Description, greeting: bytes,
         raise RemoteProtocolError(f"zmq: {endpoint!r} is no endpoint: {error}") from error
     poller = zmq.Poller()
     poller.register(link.fileno(), zmq.POLLIN)
+    must_greet = False
     while True:
         for event, _ in link.life_events():
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                link.socket.send(greeting)
+                must_greet = True
             elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                 raise TransportError(f"zmq: {endpoint} turned us away: wrong token or key, or it has a teacher already")
             else:
                 raise TransportError(f"zmq: can't connect to {endpoint}: {event.name}")
+        must_greet = must_greet and not _sent(link.socket, greeting)
         try:
             answer = link.socket.recv(zmq.NOBLOCK)
         except zmq.Again:
-            link.settle()
+            link.settle(wants_room=must_greet)
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
                 raise DeadlineExceeded(f"zmq: {endpoint} did not greet us within {timeout_s} s") from None

@@ -6,6 +6,7 @@ import contextlib
 import select
 import socket
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -176,6 +177,50 @@ def test_restarting_at_once_finds_a_port(arena: SlotArena) -> None:
         sender = while_serving(receiver, lambda made=receiver: open_sender(made.describe()))
         sender.close()
         receiver.close()
+
+
+class LosesItsStudent(Link):
+    """The student goes between the handshake and our greeting."""
+
+    def __init__(self, student: zmq.Socket[bytes]) -> None:
+        super().__init__()
+        self._student = student
+
+    def life_events(self) -> Iterator[tuple[zmq.Event, int]]:
+        for event, value in super().life_events():
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._student.close(linger=0)
+                give_up_s = time.monotonic() + HANG_GUARD_S
+                while int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLOUT and time.monotonic() < give_up_s:
+                    self._monitor.poll(100)
+            yield event, value
+
+
+def test_a_student_that_goes_right_after_the_handshake_blocks_nobody() -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    student = context.socket(zmq.DEALER)
+    server_key, server_secret = zmq.curve_keypair()
+    student.setsockopt(zmq.CURVE_SERVER, 1)
+    student.setsockopt(zmq.CURVE_SECRETKEY, server_secret)
+    student.bind("tcp://127.0.0.1:*")
+    endpoint = student.getsockopt_string(zmq.LAST_ENDPOINT)
+    link = LosesItsStudent(student)
+    invitation: Description = {"server_key": server_key, "secret": zmq.curve_keypair()[1]}
+    errors: list[TransportError] = []
+
+    def knock() -> None:
+        with pytest.raises(TransportError) as raised:
+            connect(link, endpoint, invitation, GREETING.pack(MAGIC, 1, 1), timeout_s=HANG_GUARD_S)
+        errors.append(raised.value)
+
+    thread = threading.Thread(target=knock, daemon=True)
+    thread.start()
+    thread.join(HANG_GUARD_S)
+    assert not thread.is_alive()
+    link.close()
+    context.destroy(linger=0)
+    assert student.closed, "it came as far as the handshake"
+    assert [type(error) for error in errors] == [TransportError], "at once, not when its time was over"
 
 
 # ---- a peer that breaks the protocol
