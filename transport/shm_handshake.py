@@ -14,7 +14,6 @@ import hmac
 import os
 import secrets
 import select
-import shutil
 import socket
 import stat
 import struct
@@ -36,7 +35,8 @@ _MAX_FDS_A_MESSAGE = 253  # SCM_MAX_FD
 _MAX_STRANGERS = 8  # connections that have not proven the token yet
 _TOKEN_BYTES = 32
 _SOCKET_NAME = "s"
-_DIRECTORY_PREFIX = "disaggkd-"
+#: Nobody else names a directory so: what is swept away must be ours.
+_DIRECTORY_PREFIX = ".disaggkd-shm-"
 _STALE_AFTER_S = 60.0
 
 
@@ -120,7 +120,8 @@ class Listener:
         self._news.close()
         self._socket.close()
         if self._directory_lock >= 0:
-            shutil.rmtree(self._directory, ignore_errors=True)
+            with contextlib.suppress(OSError):  # it was removed for us
+                _remove(self._directory)
             os.close(self._directory_lock)
             self._directory_lock = -1
 
@@ -248,8 +249,20 @@ def _sweep_one(entry: os.DirEntry[str]) -> None:
     # A directory is locked right after it was made; only an old one without a lock has lost its owner.
     is_old = time.time() - status.st_mtime > _STALE_AFTER_S
     if is_old and stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid():
-        os.close(_lock(entry.path))
-        shutil.rmtree(entry.path, ignore_errors=True)
+        lock = _lock(entry.path)
+        try:
+            _remove(entry.path)
+        finally:
+            os.close(lock)
+
+
+def _remove(directory: str) -> None:
+    """Remove a directory that holds nothing or a listener's socket. Raises OSError: it holds something else; all of it
+    is still there."""
+    path = os.path.join(directory, _SOCKET_NAME)
+    if os.listdir(directory) == [_SOCKET_NAME] and stat.S_ISSOCK(os.lstat(path).st_mode):
+        os.unlink(path)
+    os.rmdir(directory)
 
 
 def _lock(directory: str) -> int:

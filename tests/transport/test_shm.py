@@ -157,6 +157,21 @@ def test_what_a_killed_student_left_is_removed_and_what_lives_is_not(
     newcomer.forget()
 
 
+def test_what_merely_looks_like_ours_is_never_removed(arena: SlotArena, runtime: Path) -> None:
+    keys, alike, empty = (runtime / name for name in ("disaggkd-keys", ".disaggkd-shm-notes", ".disaggkd-shm-empty"))
+    for directory in (keys, alike, empty):
+        directory.mkdir()
+    (keys / "secret.key").write_text("secret")
+    (alike / "s").write_text("no socket")
+    for directory in (keys, alike, empty):
+        os.utime(directory, (0, 0))
+    newcomer = shm.open_receiver(arena, bind_host="")
+    newcomer.forget()
+    assert sorted(runtime.iterdir()) == sorted((keys, alike))
+    assert (keys / "secret.key").read_text() == "secret"
+    assert (alike / "s").read_text() == "no socket"
+
+
 def test_a_student_with_other_slots_than_offered_is_refused(receiver: Receiver) -> None:
     with pytest.raises(RemoteProtocolError, match="3 slots"):
         while_serving(receiver, lambda: open_sender(receiver.describe(), num_slots=3))
