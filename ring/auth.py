@@ -7,6 +7,7 @@ added or withdrawn while a run goes on.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
@@ -22,6 +23,7 @@ import zmq
 from zmq.utils import z85
 
 from ring.core.errors import ConfigError
+from transport.wakeup import Wakeup
 from transport.zap import Knock, ZapHandler
 
 logger = logging.getLogger(__name__)
@@ -115,14 +117,22 @@ def make_keyrings(directory: str | Path, sides: Sequence[str]) -> list[Keyring]:
             for other, (other_public, _) in pairs.items():
                 if other != side:
                     _write_key(aside / PEERS_NAME / f"{other}{PEER_SUFFIX}", other_public, mode=0o644)
-        for aside, final in made:
-            aside.rename(final)
+        _name_all(made)
     except OSError as error:
         raise ConfigError(f"{error.filename or root} can't be written: {error.strerror}") from error
     finally:
         for aside, _ in made:
             shutil.rmtree(aside, ignore_errors=True)
     return [Keyring(directory=root / side, public=public, secret=secret) for side, (public, secret) in pairs.items()]
+
+
+def _name_all(made: Sequence[tuple[Path, Path]]) -> None:
+    """Give directories their final names, all or none. Raises OSError."""
+    with contextlib.ExitStack() as undo:
+        for aside, final in made:
+            aside.rename(final)
+            undo.callback(shutil.rmtree, final)
+        undo.pop_all()
 
 
 def _write_key(path: Path, key: bytes, *, mode: int) -> None:
@@ -171,6 +181,7 @@ class Gatekeeper:
         self._refused: set[bytes] = set()
         self.socket = context.socket(zmq.ROUTER)
         self._handler = ZapHandler(self.socket, self._admits)
+        self._more = Wakeup()
 
     def guard(self, socket: zmq.Socket[bytes]) -> None:
         """Make this socket a server with our key, before it is bound."""
@@ -179,11 +190,19 @@ class Gatekeeper:
         ZapHandler.guard(socket)
 
     def answer(self) -> None:
-        """Decide about whoever knocked since the last call."""
-        self._handler.answer()
+        """Decide about some that knocked since the last call; `wait_fds` says when there are more."""
+        if self._handler.answer():
+            self._more.set()
+        else:
+            self._more.clear()
+
+    def wait_fds(self) -> tuple[int, int]:
+        # zmq's own descriptor tells of a knock once, whether it was answered or not.
+        return int(self.socket.getsockopt(zmq.FD)), self._more.fileno()
 
     def close(self) -> None:
         self.socket.close(linger=0)
+        self._more.close()
 
     def _admits(self, knock: Knock) -> bool:
         key = z85.encode(knock.credentials[0]) if knock.mechanism == b"CURVE" else b""

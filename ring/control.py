@@ -3,7 +3,6 @@
 A `ControlLink` is the student's end to one replica, a `ControlPort` the teacher's end to all its students. A link lives
 for one connection: when it breaks it is closed, and the next one starts with a fresh identity and a new handshake, so
 no message of a former life can be taken for one of the present. Nothing here knows what the messages mean.
-
 Threads: one thread owns a link or port; `close()` of a ZeroMQ socket belongs to that thread too.
 """
 
@@ -24,8 +23,8 @@ from ring.auth import PEERS_NAME, PUBLIC_NAME, Gatekeeper, Keyring
 from ring.core.codec import MAX_FRAME_BYTES, decode, encode
 from ring.core.errors import ConfigError, DisaggKDError, PeerLost, RemoteProtocolError, TransportClosed
 from ring.core.messages import Message
-from ring.endpoints import address_towards, mechanism_at, parse_endpoint
-from ring.lookup import Lookup
+from ring.endpoints import address_towards, parse_endpoint
+from ring.lookup import Lookup, MechanismProbe
 
 logger = logging.getLogger(__name__)
 
@@ -141,6 +140,7 @@ class ZmqLink:
         self._closed = False
         self._end: DisaggKDError | None = None
         self._failure: tuple[int, int] | None = None  # of the handshake: event, its value
+        self._probe: MechanismProbe | None = None  # under way once the handshake has failed for no reason that is known
         try:
             self._socket.connect(self._address)
         except zmq.ZMQError as error:
@@ -164,7 +164,8 @@ class ZmqLink:
         try:
             self._socket.send(encode(message), zmq.NOBLOCK)
         except zmq.Again as error:
-            raise PeerLost(f"{self._name}: {MAX_QUEUED_FRAMES} messages wait for it; it does not read") from error
+            if not self._is_over():  # else `recv` says why, once it has given what came before
+                raise PeerLost(f"{self._name}: {MAX_QUEUED_FRAMES} messages wait for it; it does not read") from error
 
     def recv(self) -> Message | None:
         """As ControlLink's. Raises ConfigError too: only one side has keys, or they don't know each other's."""
@@ -173,13 +174,16 @@ class ZmqLink:
             return decode(self._socket.recv(zmq.NOBLOCK))
         except zmq.Again:
             # Only now: what arrived before the connection broke still counts.
-            if self._end is None and self._disconnected():
-                self._end = self._why_ended()
-            if self._end is None and time.monotonic() > self._give_up_at_s:
+            if not self._is_over() and time.monotonic() > self._give_up_at_s:
                 self._end = PeerLost(f"{self._name}: nobody answers at {self._address}; its name is looked up again")
             if self._end is not None:
                 raise self._end from None
             return None
+
+    def _is_over(self) -> bool:
+        if self._end is None and (self._probe is not None or self._disconnected()):
+            self._end = self._why_ended()
+        return self._end is not None or self._probe is not None
 
     def _disconnected(self) -> bool:
         for event, value in _events(self._monitor):
@@ -191,7 +195,8 @@ class ZmqLink:
                 return True
         return False
 
-    def _why_ended(self) -> DisaggKDError:
+    def _why_ended(self) -> DisaggKDError | None:
+        """None: that is being found out."""
         name, keyring = self._name, self._keyring
         if self._failure is None:
             return PeerLost(f"{name}: the connection was closed by the other side")
@@ -204,7 +209,10 @@ class ZmqLink:
         if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL and value not in (errno.EPIPE, errno.ECONNRESET):
             return PeerLost(f"{name}: it is there, and has not let this trainer in yet")
         # Whoever notices first that only one side has keys ends the connection, without a word to the other.
-        there, here = mechanism_at(self._address), "NULL" if keyring is None else "CURVE"
+        self._probe = self._probe or MechanismProbe(self._address)
+        there, here = self._probe.found, "NULL" if keyring is None else "CURVE"
+        if there is None:
+            return None
         if there in ("NULL", "CURVE") and there != here:
             other, own = ("without", "with") if here == "CURVE" else ("with", "without")
             return ConfigError(f"{name} was started {other} --auth, this trainer {own} it; allowed: both, or neither")
@@ -213,17 +221,15 @@ class ZmqLink:
         return PeerLost(f"{name}: it does not own a key in {keyring.directory / PEERS_NAME} that was tried")
 
     def wait_fds(self) -> tuple[int, ...]:
-        if self._closed:
-            return ()
-        return (_fd(self._socket), _fd(self._monitor))
+        # While it is found out why the link ended, nobody reads the monitor.
+        return () if self._closed or self._probe is not None else (_fd(self._socket), _fd(self._monitor))
 
     def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        self._socket.disable_monitor()
-        self._monitor.close(linger=0)
-        self._socket.close(linger=LINGER_MS)
+        if not self._closed:
+            self._closed = True
+            self._socket.disable_monitor()
+            self._monitor.close(linger=0)
+            self._socket.close(linger=LINGER_MS)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -315,12 +321,14 @@ class ZmqPort:
         return True
 
     def admit(self) -> None:
-        """Let in who may come in; `recv` does it too. For when nothing is received yet."""
+        """Let in who may come in, and say who did not; `recv` does it too. For when nothing is received yet."""
         if self._gatekeeper is not None:
             self._gatekeeper.answer()
+        self._tell_of_strangers()
 
     def recv(self) -> tuple[str, Message | RemoteProtocolError] | None:
-        self.admit()
+        if self._gatekeeper is not None:
+            self._gatekeeper.answer()
         try:
             frames = self._socket.recv_multipart(zmq.NOBLOCK)
         except zmq.Again:
@@ -347,7 +355,7 @@ class ZmqPort:
     def wait_fds(self) -> tuple[int, ...]:
         if self._closed:
             return ()
-        gate = () if self._gatekeeper is None else (_fd(self._gatekeeper.socket),)
+        gate = () if self._gatekeeper is None else self._gatekeeper.wait_fds()
         return (_fd(self._socket), _fd(self._monitor), *gate)
 
     def close(self) -> None:

@@ -1,4 +1,5 @@
-"""Addresses of host names, looked up beside the pump's thread: a slow name server holds up no replica but its own."""
+"""What has to be asked of the network beside the pump's thread, so that a slow answer holds up no replica but its own:
+addresses of host names, and how a teacher wants to be spoken to."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import socket
 import threading
 
 from ring.core.errors import TransportError
-from ring.endpoints import is_loopback, parse_endpoint
+from ring.endpoints import is_loopback, mechanism_at, parse_endpoint
 
 #: A name server that answers as they mostly do is waited for; the pump's other replicas can spare that.
 PATIENCE_S = 0.05
@@ -51,6 +52,29 @@ class Lookup:
             family, _, _, _, address = min(known, key=lambda entry: entry[0] != socket.AF_INET)
             host = str(address[0])
             self._found = f"tcp://{host if family == socket.AF_INET else f'[{host}]'}:{self._port}"
+
+
+class MechanismProbe:
+    """How the zmq socket at an endpoint wants its peers to prove who they are. Construction begins to ask it."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._endpoint = endpoint
+        self._found: str | None = None
+        thread = threading.Thread(target=self._ask, name="ring-probe", daemon=True)
+        thread.start()
+        thread.join(PATIENCE_S)
+
+    @property
+    def found(self) -> str | None:
+        """As `mechanism_at` says it; None: it has not answered yet."""
+        return self._found
+
+    def _ask(self) -> None:
+        found = ""
+        try:
+            found = mechanism_at(self._endpoint)
+        finally:  # whatever happened: the link must come to its end
+            self._found = found
 
 
 def _is_address(host: str) -> bool:

@@ -100,7 +100,11 @@ class Session:
         self._hello = hello
         self._arena: SlotArena | None = None
         self._receiver: Receiver | None = None
-        link.send(hello)
+        try:
+            link.send(hello)
+        except BaseException:
+            link.close()
+            raise
 
     def recv(self) -> Message | None:
         """The next message that concerns requests, or a handshake message already taken into account, or None.

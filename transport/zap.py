@@ -13,6 +13,8 @@ import zmq
 
 ENDPOINT = "inproc://zeromq.zap.01"
 _DOMAIN = b"disaggkd"
+#: Knocks that are answered in a row: however many strangers there are, the owner's other work has its turn.
+KNOCKS_A_CALL = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,11 +41,14 @@ class ZapHandler:
         socket.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN)
         socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
-    def answer(self) -> None:
-        """Decide about whoever knocked since the last call."""
-        while int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+    def answer(self) -> bool:
+        """Decide about those that knocked first since the last call; returns whether there may be more."""
+        for _ in range(KNOCKS_A_CALL):
+            if not int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+                return False
             frames = self._socket.recv_multipart(zmq.NOBLOCK)
             sender, empty, version, request, _, address, _, mechanism, *credentials = frames
             knock = Knock(address=address.decode(errors="replace"), mechanism=mechanism, credentials=tuple(credentials))
             status = [b"200", b"", b"peer", b""] if self._admits(knock) else [b"400", b"", b"", b""]
             self._socket.send_multipart([sender, empty, version, request, *status])
+        return True

@@ -71,6 +71,15 @@ def test_keys_are_never_overwritten(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert [path.name for path in tmp_path.iterdir()] == [present]
 
 
+def test_keys_are_made_for_all_sides_or_for_none(tmp_path: Path) -> None:
+    """One side's place turns out to be taken by what nobody saw before."""
+    taken = tmp_path / "student"
+    taken.symlink_to("nowhere")
+    with pytest.raises(ConfigError, match="can't be written"):
+        make_keyrings(tmp_path, ("teacher", "student"))
+    assert list(tmp_path.iterdir()) == [taken]
+
+
 def test_one_side_alone_says_where_the_others_key_goes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["keys", str(tmp_path), "--only", "student"]) == 0
     where = tmp_path / "student" / "peers" / "teacher.pub"

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import logging
+import select
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 import pytest
 import zmq
+from zmq.utils import z85
 
-from ring.auth import Keyring
+import ring.lookup
+from ring.auth import Gatekeeper, Keyring
 from ring.control import ZmqLink, ZmqLinks, ZmqPort, longest_request_bytes
 from ring.core.errors import ConfigError, DisaggKDError, PeerLost
 from ring.core.messages import Goodbye, Ping, Pong, TokenRequest
+from ring.endpoints import mechanism_at
 from teacher.serve import admitting
 from tests.security.conftest import House
 from tests.security.tap import tapped
-from transport.zap import ZapHandler
+from transport.zap import ENDPOINT, KNOCKS_A_CALL, ZapHandler
 
 T = TypeVar("T")
 HANG_GUARD_S = 60.0
@@ -125,6 +130,61 @@ def test_keys_on_one_side_only_are_said_in_the_same_words_every_time(
     assert str(error) == (
         f"{port.endpoint} was started {there} --auth, this trainer {here} it; allowed: both, or neither"
     )
+
+
+def test_asking_why_a_link_ended_holds_up_nobody(wires: Wires, house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pump's thread reads this link, and all others."""
+    asked, may_answer = threading.Event(), threading.Event()
+
+    def slowly(endpoint: str) -> str:
+        asked.set()
+        assert may_answer.wait(HANG_GUARD_S)
+        return mechanism_at(endpoint)
+
+    monkeypatch.setattr(ring.lookup, "mechanism_at", slowly)
+    port = wires.port(None)
+    link = wires.link(port.endpoint, house.student, house.teacher)
+
+    def begun() -> bool | None:
+        assert port.recv() is None
+        assert link.recv() is None
+        return asked.is_set() or None
+
+    until(begun, "the question")
+    assert link.recv() is None
+    may_answer.set()
+    assert isinstance(outcome(port, link), ConfigError)
+
+
+def test_what_is_said_to_a_link_that_ended_costs_nothing_but_the_link(wires: Wires, house: House) -> None:
+    """What is wrong is said by `recv`, and not that many messages wait."""
+    port = wires.port(house.teacher)
+    link = wires.link(port.endpoint, None, None)
+    assert link._monitor.poll(HANG_GUARD_S * 1e3), "the teacher, with keys, ends the connection"
+    assert isinstance(outcome(port, link), ConfigError)
+
+
+def test_many_that_knock_at_a_time_are_answered_in_turns(house: House) -> None:
+    """Between the turns the teacher serves those who are in already."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    gate = Gatekeeper(context, house.teacher)
+    knocking = context.socket(zmq.DEALER)
+    knocking.connect(ENDPOINT)
+    for n in range(40):
+        key = z85.decode(house.student.public)
+        knocking.send_multipart([b"", b"1.0", b"%d" % n, b"disaggkd", b"127.0.0.1", b"", b"CURVE", key])
+    turns = []
+    while sum(turns) < 40:
+        assert select.select(gate.wait_fds(), [], [], HANG_GUARD_S)[0], "nobody would look for the others"
+        gate.answer()
+        turns.append(0)
+        while knocking.poll(0):
+            assert knocking.recv_multipart()[3] == b"200"
+            turns[-1] += 1
+    assert max(turns) == KNOCKS_A_CALL
+    gate.close()
+    knocking.close(linger=0)
+    context.term()
 
 
 def test_that_somebody_did_not_get_in_is_logged_once_of_each_kind(
