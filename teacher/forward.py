@@ -1,8 +1,9 @@
 """Requests in, final states out: one forward pass answers many requests, and only rows that count come back.
 
 A `TeacherModel` is a frozen causal LM. The service and the colocated layout call it from one thread; it holds no queue,
-no socket and no state between calls, so the same request always gets the same states (to the bit with
-`deterministic=True` and `ring.determinism`, to rounding otherwise: a kernel's sums depend on what shares its batch).
+no socket and no state between calls but hashes of its head, so the same request always gets the same states (to the bit
+with `deterministic=True` and `ring.determinism`, to rounding otherwise: a kernel's sums depend on what shares its
+batch).
 
 Shapes: B rows of a batch (one document each), S padded tokens, R rows that count, H hidden, V head columns, C columns.
 """
@@ -10,7 +11,7 @@ Shapes: B rows of a batch (one document each), S padded tokens, R rows that coun
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +35,9 @@ _WIRE_DTYPES: dict[WireDtype, tuple[WireDtype, ...]] = {
     WireDtype.FP32: (WireDtype.FP32, WireDtype.BF16),
     WireDtype.FP64: (WireDtype.FP64,),
 }
+
+#: Ranges of head columns whose sha256 is kept: a vocabulary cut over so many ranks is hashed once.
+MAX_DIGESTS = 256
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,7 @@ class TeacherModel:
     max_positions: int | None
     num_ids: int
     length_thresholds: tuple[int, ...] = ()
+    _digests: dict[tuple[int, int], str] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def dtype(self) -> WireDtype:
@@ -245,7 +250,13 @@ class TeacherModel:
 
     def head_columns_sha256(self, vocab_start: int, vocab_end: int) -> str:
         """sha256 of these columns' bytes: the weight's, row-major, then the bias's. Raises like `head_columns`."""
-        return head_sha256(*self.head_columns(vocab_start, vocab_end))
+        columns = (vocab_start, vocab_end)
+        if columns not in self._digests:
+            digest = head_sha256(*self.head_columns(vocab_start, vocab_end))
+            while len(self._digests) >= MAX_DIGESTS:
+                del self._digests[next(iter(self._digests))]
+            self._digests[columns] = digest
+        return self._digests[columns]
 
     def check_head_request(self, request: HeadRequest) -> None:
         """Raises RemoteProtocolError: no such columns, or no such bytes in them and in the hash behind them."""

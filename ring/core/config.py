@@ -10,6 +10,8 @@ from ring.core.messages import WireDtype
 
 #: Bounds of the ring's size; the codec refuses slot numbers beyond them.
 MAX_SLOTS = 65_536
+#: Requests of the largest size that a teacher queues for one student; of smaller ones it takes more.
+MAX_QUEUED_REQUESTS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +75,7 @@ class TeacherConfig:
 
     `max_batch_tokens`: tokens of one forward pass (a larger request goes alone). `max_rows`, `max_tokens`: limits of
     one request. `student_timeout_s`: a student not heard from, or not taking a fill, for that long is dropped.
+    `head_column_bytes`: of the teacher's head; 0: hashing it for a student is not charged.
 
     Raises ConfigError: a value out of its range.
     """
@@ -82,11 +85,18 @@ class TeacherConfig:
     max_tokens: int
     max_students: int = 64
     student_timeout_s: float = 60.0
+    head_column_bytes: int = 0
 
     def __post_init__(self) -> None:
+        _check_int("head_column_bytes", self.head_column_bytes, lowest=0)
         for name in ("max_batch_tokens", "max_rows", "max_tokens", "max_students"):
             _check_int(name, getattr(self, name), lowest=1)
         _check_seconds("student_timeout_s", self.student_timeout_s)
+
+    @property
+    def max_queued_tokens(self) -> int:
+        """Of one student: its number of slots alone would let it fill the memory."""
+        return MAX_QUEUED_REQUESTS * self.max_tokens
 
 
 def _check_int(name: str, value: int, *, lowest: int) -> None:

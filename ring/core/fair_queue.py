@@ -35,6 +35,7 @@ class FairQueue:
         student.queue[job.work.request.fill] = job
         self.num_jobs += 1
         self.num_tokens += job.cost_tokens
+        student.queued_tokens += job.cost_tokens
 
     def first(self) -> tuple[Student, Job] | None:
         """The first job of the student whose turn it is, if any waits that was not passed over."""
@@ -86,6 +87,7 @@ class FairQueue:
         del student.queue[job.work.request.fill]
         self.num_jobs -= 1
         self.num_tokens -= job.cost_tokens
+        student.queued_tokens -= job.cost_tokens
 
     def _remove(self, place: _Place) -> None:
         del self._order[bisect.bisect_left(self._order, place)]

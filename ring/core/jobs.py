@@ -108,6 +108,7 @@ class Student:
     row_bytes: int
     jobs: dict[FillId, Job] = field(default_factory=dict)
     queue: dict[FillId, Job] = field(default_factory=dict)
+    queued_tokens: int = 0
     num_sending: int = 0
     last_fills: dict[int, FillId] = field(default_factory=dict)
     virtual_tokens: int = 0

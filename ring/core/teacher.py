@@ -122,7 +122,7 @@ class TeacherMachine:
         if refusal is not None:
             return [self._refuse(student, fill, *refusal)]
         work = Work(student, asker.session, request, self._now_s)
-        job = Job(work=work, cost_tokens=_cost_tokens(asker, request), expires_s=self._now_s + request.time_left_s)
+        job = Job(work=work, cost_tokens=self._cost_tokens(asker, request), expires_s=self._now_s + request.time_left_s)
         asker.jobs[fill] = job
         asker.last_fills[fill.slot] = fill
         self._queue.push(asker, job)
@@ -309,7 +309,21 @@ class TeacherMachine:
         # Fills on their way are counted apart: the student may have them, and ask anew, before their tickets are back.
         if asker.num_unsent >= asker.num_slots or len(asker.jobs) >= 2 * asker.num_slots:
             return RefusalCode.OVERLOADED, f"{len(asker.jobs)} requests are held; {asker.num_slots} slots were offered"
+        if asker.queued_tokens >= (limit := self._config.max_queued_tokens):
+            return RefusalCode.OVERLOADED, f"{asker.queued_tokens} tokens are queued; allowed: fewer than {limit}"
         return None
+
+    def _cost_tokens(self, asker: Student, request: Request) -> int:
+        """A head piece counts as the rows that it would take on the wire; one that reaches into the digest as all its
+        columns, up to a full pass: they are hashed for it."""
+        payload = request.payload
+        if not isinstance(payload, HeadRequest):
+            return payload.num_tokens
+        cost_tokens = max(1, -(-payload.num_bytes // asker.row_bytes))
+        columns_bytes = (payload.vocab_end - payload.vocab_start) * self._config.head_column_bytes
+        if payload.offset + payload.num_bytes > columns_bytes > 0:
+            cost_tokens = max(cost_tokens, min(-(-columns_bytes // asker.row_bytes), self._config.max_batch_tokens))
+        return cost_tokens
 
     def _refuse(self, student: str, fill: FillId, code: RefusalCode, message: str) -> Refuse:
         self._counts["refused"] += 1
@@ -377,11 +391,3 @@ class TeacherMachine:
             self._idle_s += passed_s
             self._uncharged_idle_s += passed_s
             self._idle_since_s = None
-
-
-def _cost_tokens(asker: Student, request: Request) -> int:
-    """A head piece counts as the rows that it would take on the wire."""
-    payload = request.payload
-    if isinstance(payload, HeadRequest):
-        return max(1, -(-payload.num_bytes // asker.row_bytes))
-    return payload.num_tokens

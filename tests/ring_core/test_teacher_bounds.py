@@ -6,7 +6,8 @@ import pickle
 
 import pytest
 
-from ring.core.messages import FillId, RefusalCode, Request
+from ring.core.config import MAX_QUEUED_REQUESTS
+from ring.core.messages import FillId, HeadRequest, RefusalCode, Request
 from ring.core.teacher import DropStudent, Refuse
 from tests.ring_core.asks import head, refusals, teacher, tokens
 
@@ -58,6 +59,33 @@ def test_an_answer_larger_than_a_slot_is_invalid() -> None:
     assert isinstance(refusal, Refuse)
     assert "80 bytes; a slot holds 79" in refusal.message
     assert machine.request("s", tokens(1, rows=9), now_s=0.0) == []
+
+
+def test_the_tokens_that_a_student_may_queue_are_bounded_whatever_slots_it_offered() -> None:
+    machine = teacher("s", "t", num_slots=200, max_tokens=10, max_batch_tokens=10)
+    for seq in range(MAX_QUEUED_REQUESTS):
+        assert machine.request("s", tokens(seq, slot=seq), now_s=0.0) == []
+    last = tokens(MAX_QUEUED_REQUESTS, slot=MAX_QUEUED_REQUESTS)
+    [refusal] = machine.request("s", last, now_s=0.0)
+    assert isinstance(refusal, Refuse)
+    assert refusal.code is RefusalCode.OVERLOADED
+    assert refusal.message == "640 tokens are queued; allowed: fewer than 640"
+    assert machine.request("t", last, now_s=0.0) == [], "another student has a queue of its own"
+    machine.next_batch(now_s=0.0)
+    assert machine.request("s", last, now_s=0.0) == []
+
+
+@pytest.mark.parametrize(
+    ("offset", "num_bytes", "max_batch_tokens", "cost_tokens"),
+    [(0, 64, 100, 8), (63, 1, 100, 1), (64, 1, 100, 8), (60, 36, 100, 8), (95, 1, 5, 5), (0, 96, 5, 12)],
+)
+def test_a_head_piece_with_bytes_of_the_digest_costs_what_is_hashed_for_it_up_to_a_pass(
+    offset: int, num_bytes: int, max_batch_tokens: int, cost_tokens: int
+) -> None:
+    machine = teacher("s", head_column_bytes=8, max_batch_tokens=max_batch_tokens)
+    payload = HeadRequest(vocab_start=0, vocab_end=8, offset=offset, num_bytes=num_bytes)
+    assert machine.request("s", Request(fill=FillId(0, 0, 0), payload=payload, time_left_s=60.0), now_s=0.0) == []
+    assert machine.stats(now_s=0.0).queued_tokens == cost_tokens
 
 
 def test_too_many_students_are_refused_with_the_reason() -> None:
