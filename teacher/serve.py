@@ -157,9 +157,7 @@ def _forget_ready_file(name: str | None) -> None:
         return
     try:
         Path(name).unlink(missing_ok=True)
-        aside = _aside(name)
-        aside.touch()
-        aside.unlink()
+        _new_file_beside(name, "").unlink()
     except (OSError, ValueError) as error:
         raise ConfigError(f"--ready-file {name!r} can't be written: {error}; allowed: a path to a file") from error
 
@@ -167,15 +165,28 @@ def _forget_ready_file(name: str | None) -> None:
 def _announce(config: ServeConfig, endpoint: str, facts: str) -> None:
     if config.ready_file is not None:
         try:
-            _aside(config.ready_file).write_text(endpoint + "\n")
-            os.replace(_aside(config.ready_file), config.ready_file)
+            aside = _new_file_beside(config.ready_file, endpoint + "\n")
+            try:
+                os.replace(aside, config.ready_file)
+            except BaseException:
+                aside.unlink()
+                raise
         except OSError as error:
             raise ConfigError(f"--ready-file {config.ready_file} can't be written: {error.strerror}") from error
     print(f"ready {endpoint} {facts}", flush=True)
 
 
-def _aside(name: str) -> Path:
-    return Path(name).with_name(Path(name).name + ".tmp")
+def _new_file_beside(name: str, text: str) -> Path:
+    """A file of a name that nothing has, link or file: what stands there already is somebody else's."""
+    path = Path(name).with_name(f".ready-{secrets.token_hex(8)}")
+    with path.open("x") as file:
+        try:
+            file.write(text)
+            file.flush()
+        except BaseException:
+            path.unlink()
+            raise
+    return path
 
 
 def run_service(service: TeacherService, *, ready: Callable[[], None] = lambda: None) -> None:
