@@ -18,7 +18,7 @@ from contextlib import suppress
 from ring.control import ControlPort
 from ring.core import codec
 from ring.core.config import TeacherConfig
-from ring.core.errors import RemoteProtocolError, TransportError
+from ring.core.errors import DisaggKDError, LocalProtocolError, RemoteProtocolError, TransportError
 from ring.core.messages import (
     Cancel,
     FillId,
@@ -35,15 +35,7 @@ from ring.core.messages import (
     TokenRequest,
     WireDtype,
 )
-from ring.core.teacher import (
-    DropStudent,
-    Put,
-    Refuse,
-    TeacherAction,
-    TeacherMachine,
-    TeacherStats,
-    Work,
-)
+from ring.core.teacher import DropStudent, Put, Refuse, TeacherAction, TeacherMachine, TeacherStats, Work
 from teacher.answers import Parts, compute, fill_header
 from teacher.complaints import Complaints
 from teacher.forward import TeacherModel
@@ -69,6 +61,7 @@ class TeacherService:
         self._config = config
         self._lock = threading.RLock()
         self._work_arrived = threading.Condition(self._lock)
+        self._head = model.head_info()
         self._machine = TeacherMachine(
             TeacherConfig(
                 max_batch_tokens=config.max_batch_tokens,
@@ -76,9 +69,9 @@ class TeacherService:
                 max_rows=config.max_batch_tokens,
                 max_tokens=config.max_batch_tokens,
                 student_timeout_s=config.student_timeout_s,
+                head_column_bytes=self._head.num_bytes // self._head.vocab_size,
             )
         )
-        self._head = model.head_info()
         row_bytes = self._head.hidden_size * self._head.dtype.itemsize_bytes
         self._max_unsent_bytes = MAX_UNSENT_PASSES * config.max_batch_tokens * row_bytes
         self._draining = False
@@ -89,6 +82,8 @@ class TeacherService:
         self._news = self._seen_news = 0
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._complaints = Complaints(logger)
+        # A whole house may come or leave at once; a student that does both over and over may not fill the disk.
+        self._comings = Complaints(logger, level=logging.INFO, burst=2 * config.max_students)
         self._students = Students(model, config, wake=self._wake, complaints=self._complaints)
 
     # ---- I/O side ------------------------------------------------------------------------------------------------
@@ -109,7 +104,8 @@ class TeacherService:
             for student in self._students:
                 busy |= self._collect_sent(student, now_s)
             for student in self._students.overdue(now_s):
-                self._drop(student.name, "it said hello, and then offered no slots", now_s)
+                never = "offered no slots" if student.offer is None else "its channel did not open"
+                self._drop(student.name, f"it said hello, and then {never}", now_s)
             deadline_s = self._machine.next_deadline_s()
             if deadline_s is not None and now_s >= deadline_s:
                 self._actions.extend(self._machine.on_timer(now_s=now_s))
@@ -258,7 +254,7 @@ class TeacherService:
                 case Goodbye():
                     self._drop(name, message.reason, now_s, say=False)
                 case Offer() if student is not None and student.offer is None:
-                    self._students.open(student, message)
+                    self._students.open(student, message, now_s=now_s)
                 case Request() if student is not None and student.sender is not None:
                     self._request(student, message, now_s)
                 case Cancel() if student is not None and student.sender is not None:
@@ -267,8 +263,10 @@ class TeacherService:
                     self._port.send(name, Goodbye(reason="unknown student; say hello first"))
                 case _:
                     raise RemoteProtocolError(f"{type(message).__name__} is illegal in this phase of the handshake")
-        except (RemoteProtocolError, TransportError) as error:
-            self._complaints.warn(f"student {name}: {error}", now_s=now_s)
+        except LocalProtocolError:
+            raise
+        except DisaggKDError as error:
+            self._complaints.say(f"student {name}: {error}", now_s=now_s)
             self._drop(name, str(error), now_s)
 
     def _collect_opened(self, now_s: float) -> bool:
@@ -277,7 +275,7 @@ class TeacherService:
             if error is None:
                 self._join(student, now_s)
             else:
-                self._complaints.warn(f"student {student.name}: {error}", now_s=now_s)
+                self._complaints.say(f"student {student.name}: {error}", now_s=now_s)
                 self._drop(student.name, str(error), now_s)
         return bool(news)
 
@@ -293,7 +291,7 @@ class TeacherService:
         )
         self._actions.extend(objections)
         if not objections:
-            logger.info("rank %d of run %s joined over %s", hello.rank, hello.run, offer.backend)
+            self._comings.say(f"rank {hello.rank} of run {hello.run} joined over {offer.backend}", now_s=now_s)
             self._port.send(student.name, Ready())
 
     def _request(self, student: Student, request: Request, now_s: float) -> None:
@@ -305,8 +303,7 @@ class TeacherService:
                 self._model.check_head_request(payload)
         except RemoteProtocolError as error:
             # Refused alone: the student's other requests are none the worse for it.
-            refusal = Refuse(student.name, request.fill, RefusalCode.INVALID, str(error))
-            self._actions.append(refusal)
+            self._actions.append(Refuse(student.name, request.fill, RefusalCode.INVALID, str(error)))
             return
         self._actions.extend(self._machine.request(student.name, request, now_s=now_s))
 
@@ -316,7 +313,7 @@ class TeacherService:
         student = self._students.remove(name)
         if student is None:
             return
-        logger.info("rank %d of run %s left: %s", student.hello.rank, student.hello.run, reason)
+        self._comings.say(f"rank {student.hello.rank} of run {student.hello.run} left: {reason}", now_s=now_s)
         self._actions.extend(self._machine.student_left(name, now_s=now_s))
         self._forget_unwanted()
 

@@ -6,20 +6,33 @@ does it: a student behind a wall holds up nobody else. One that says hello and t
 
 from __future__ import annotations
 
+import logging
+import os
+import resource
+import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from ring.core.errors import DisaggKDError, RemoteProtocolError
+from ring.core.errors import DisaggKDError, RemoteProtocolError, TransportError
 from ring.core.messages import Denied, FillId, Goodbye, Hello, Offer, Welcome
 from teacher.complaints import Complaints
 from teacher.forward import TeacherModel
 from transport.contract import Sender, Ticket
-from transport.registry import host_id, load
+from transport.registry import host_id, load, names
 
 #: How long a student's endpoint may take to answer.
 OPEN_TIMEOUT_S = 5.0
+#: Slots of one student: far more than any ring needs, and few enough that a full queue of them is no danger.
+MAX_OFFERED_SLOTS = 4096
+#: No channel is opened with fewer descriptors left: at the limit libzmq ends the process.
+MIN_FREE_DESCRIPTORS = 64
+#: What a channel that is being opened may still take.
+DESCRIPTORS_A_CHANNEL = 32
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +78,7 @@ class Students:
         self._complaints = complaints
         self._students: dict[str, Student] = {}
         self._opened: deque[tuple[Student, Sender | Exception, threading.Thread]] = deque()
-        self._openings: set[threading.Thread] = set()
+        self._openings: dict[threading.Thread, Student] = {}
 
     def __iter__(self) -> Iterator[Student]:
         return iter(tuple(self._students.values()))
@@ -78,12 +91,12 @@ class Students:
         Denied."""
         mismatch = self._mismatch(hello)
         if mismatch is not None:
-            self._complaints.warn(f"refused rank {hello.rank} of run {hello.run}: {mismatch}", now_s=now_s)
+            self._complaints.say(f"refused rank {hello.rank} of run {hello.run}: {mismatch}", now_s=now_s)
             return Denied(reason=mismatch)
         if draining:
             return Goodbye(reason=f"replica {self._config.replica} is going away")
-        if len(self._students) >= self._config.max_students:
-            return Goodbye(reason=f"{len(self._students)} students are here; allowed: {self._config.max_students}")
+        if self._num_places >= self._config.max_students:
+            return Goodbye(reason=f"{self._num_places} students are here; allowed: {self._config.max_students}")
         expires_s = now_s + self._config.student_timeout_s
         self._students[name] = Student(name=name, hello=hello, expires_s=expires_s)
         model = self._model
@@ -107,26 +120,41 @@ class Students:
     def in_the_way_of(self, hello: Hello) -> list[Student]:
         """Former sessions of the very process that says hello, where they take the place that it needs. A cut link ends
         a session for one side only; this one would be silent for a long time before it was dropped."""
-        if len(self._students) < self._config.max_students:
+        if self._num_places < self._config.max_students:
             return []
         who = (hello.run, hello.rank, hello.epoch)
         return [one for one in self if (one.hello.run, one.hello.rank, one.hello.epoch) == who]
 
-    def open(self, student: Student, offer: Offer) -> None:
+    @property
+    def _num_places(self) -> int:
+        """Students, and those that left while their channel was being opened: each has a thread and a socket yet."""
+        return len(self._students) + sum(self.get(one.name) is not one for one in self._openings.values())
+
+    def open(self, student: Student, offer: Offer, *, now_s: float) -> None:
         """Begin to open the channel that an OFFER describes; `opened` tells how it ended.
 
-        Raises RemoteProtocolError: the offer is not what WELCOME allowed."""
-        if offer.backend not in self._config.backends:
-            raise RemoteProtocolError(f"transport {offer.backend!r}; allowed: {', '.join(self._config.backends)}")
+        Raises RemoteProtocolError: the offer is not what WELCOME allowed. Raises TransportError: no descriptors are
+        left for it."""
+        # WELCOME's list also says which of them have RDMA, by names that are none of a backend.
+        backends = [name for name in self._config.backends if name in names(same_process=True)]
+        if offer.backend not in backends:
+            raise RemoteProtocolError(f"transport {offer.backend!r}; allowed: {', '.join(backends)}")
+        if not 1 <= offer.num_slots <= MAX_OFFERED_SLOTS:
+            raise RemoteProtocolError(f"{offer.num_slots} slots; allowed: 1 to {MAX_OFFERED_SLOTS}")
         if offer.wire_dtype not in self._model.wire_dtypes:
             allowed = ", ".join(dtype.value for dtype in self._model.wire_dtypes)
             raise RemoteProtocolError(f"wire dtype {offer.wire_dtype.value}; allowed: {allowed}")
         if student.hello.host_id != host_id() and load(offer.backend).capabilities().same_host_only:
             # A path or a process id from another machine would mean something else here.
             raise RemoteProtocolError(f"transport {offer.backend!r} between two hosts; allowed: within one")
+        needed = MIN_FREE_DESCRIPTORS + DESCRIPTORS_A_CHANNEL * len(self._openings)
+        if (free := _num_free_descriptors()) < needed:
+            raise TransportError(f"the teacher has {free} descriptors left; {needed} needed: raise its `ulimit -n`")
         student.offer = offer
+        # By then the opening has ended by itself, or never will.
+        student.expires_s = now_s + 2 * OPEN_TIMEOUT_S
         thread = threading.Thread(target=self._open, args=(student, offer), name="teacher-open", daemon=True)
-        self._openings.add(thread)
+        self._openings[thread] = student
         thread.start()
 
     def _open(self, student: Student, offer: Offer) -> None:
@@ -148,7 +176,7 @@ class Students:
         while self._opened:
             student, result, thread = self._opened.popleft()
             thread.join()
-            self._openings.discard(thread)
+            self._openings.pop(thread, None)
             if self._students.get(student.name) is not student:  # it left meanwhile
                 if isinstance(result, Sender):
                     result.close()
@@ -162,11 +190,11 @@ class Students:
         return news
 
     def overdue(self, now_s: float) -> list[Student]:
-        """Those that began a handshake too long ago and never offered their slots."""
-        return [s for s in self._students.values() if s.offer is None and now_s >= s.expires_s]
+        """Those that never offered their slots in time, or whose channel did not open in time."""
+        return [s for s in self._students.values() if s.sender is None and now_s >= s.expires_s]
 
     def next_deadline_s(self) -> float | None:
-        return min((s.expires_s for s in self._students.values() if s.offer is None), default=None)
+        return min((s.expires_s for s in self._students.values() if s.sender is None), default=None)
 
     def remove(self, name: str) -> Student | None:
         """Forget a student and close its channel, if it is one."""
@@ -176,11 +204,14 @@ class Students:
         return student
 
     def close(self) -> None:
-        """Forget all; returns once no opening thread is left."""
+        """Forget all; returns once no opening thread is left, or those that are have had their time."""
         for student in self:
             self.remove(student.name)
-        for thread in self._openings:
-            thread.join()
+        give_up_s = time.monotonic() + 2 * OPEN_TIMEOUT_S
+        for thread, student in self._openings.items():
+            thread.join(max(0.0, give_up_s - time.monotonic()))
+            if thread.is_alive():
+                logger.warning("student %s: its channel is still being opened; left behind", student.name)
         self.opened()
 
     def _mismatch(self, hello: Hello) -> str | None:
@@ -194,3 +225,9 @@ class Students:
         if hello.vocab_size > model.head_spec.vocab_size:
             return f"the student's vocabulary has {hello.vocab_size} tokens, the teacher's {model.head_spec.vocab_size}"
         return None
+
+
+def _num_free_descriptors() -> int:
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = len(os.listdir("/proc/self/fd"))
+    return sys.maxsize if limit == resource.RLIM_INFINITY else limit - used

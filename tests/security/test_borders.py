@@ -112,7 +112,7 @@ def test_a_path_from_another_host_is_not_followed(model: TeacherModel) -> None:
         wire_dtype=model.dtype, crc=False,
     )  # fmt: skip
     with pytest.raises(RemoteProtocolError, match="transport 'shm' between two hosts; allowed: within one"):
-        students.open(student, offer)
+        students.open(student, offer, now_s=0.0)
     assert student.offer is None
 
 

@@ -1,0 +1,138 @@
+"""What a student can cost its teacher while its channel is opened: its own place, and never the process."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from ring.core.messages import Description, Goodbye, Welcome
+from teacher import students as students_module
+from teacher.complaints import Complaints
+from teacher.forward import TeacherModel
+from teacher.students import MAX_OFFERED_SLOTS, OPEN_TIMEOUT_S, ServiceConfig, Students
+from tests.ring.rig import HANG_GUARD_S, Teacher, consume, make_hello, open_ring, wait_until
+from tests.ring.test_handshake import Stranger, an_offer
+from tests.transport.test_memory import few_descriptors
+
+
+@contextmanager
+def silent_endpoint(tmp_path: Path) -> Iterator[Description]:
+    """An endpoint that takes connections and never greets."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent:
+        silent.bind(str(tmp_path / "s"))
+        silent.listen(64)
+        yield {"path": str(tmp_path / "s"), "token": bytes(32)}
+
+
+def openings() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "teacher-open"]
+
+
+def test_an_offer_of_what_is_no_backend_costs_that_student_alone(model: TeacherModel) -> None:
+    with Teacher(model, backends=("zmq", "ucx+rdma")) as asked:
+        stranger = Stranger(asked.endpoint)
+        assert isinstance(stranger.ask(make_hello(model, host_id="elsewhere")), Welcome)
+        answer = stranger.ask(an_offer(model, backend="ucx+rdma"))
+        assert answer == Goodbye(reason="transport 'ucx+rdma'; allowed: zmq")
+        stranger.close()
+        with open_ring(model, asked, transport="zmq") as ring:
+            consume(ring, model, range(3))
+
+
+def test_an_offer_of_too_many_slots_is_refused_with_the_limit(model: TeacherModel) -> None:
+    with Teacher(model) as asked:
+        stranger = Stranger(asked.endpoint)
+        assert isinstance(stranger.ask(make_hello(model)), Welcome)
+        answer = stranger.ask(an_offer(model, num_slots=MAX_OFFERED_SLOTS + 1))
+        assert answer == Goodbye(reason=f"{MAX_OFFERED_SLOTS + 1} slots; allowed: 1 to {MAX_OFFERED_SLOTS}")
+        stranger.close()
+
+
+def test_a_student_that_leaves_keeps_its_place_until_its_opening_has_ended(
+    model: TeacherModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else whoever says hello, offers, and leaves, over and over, has the teacher hold any number of sockets."""
+    monkeypatch.setattr(students_module, "OPEN_TIMEOUT_S", HANG_GUARD_S)
+    with Teacher(model, max_students=2) as small:
+        stranger = Stranger(small.endpoint)
+        with silent_endpoint(tmp_path) as description:
+            for _ in range(2):
+                assert isinstance(stranger.ask(make_hello(model)), Welcome)
+                stranger.send(an_offer(model, description=description))
+                stranger.send(Goodbye(reason="on second thoughts"))
+            assert stranger.ask(make_hello(model)) == Goodbye(reason="2 students are here; allowed: 2")
+            assert len(openings()) == 2
+        wait_until(lambda: isinstance(stranger.ask(make_hello(model)), Welcome), "a place")
+        stranger.close()
+
+
+def test_no_channel_is_opened_with_the_last_descriptors(model: TeacherModel) -> None:
+    """At the limit libzmq ends the process, and with it everybody's teacher."""
+    with Teacher(model) as asked:
+        stranger = Stranger(asked.endpoint)
+        assert isinstance(stranger.ask(make_hello(model)), Welcome)
+        with few_descriptors(40):
+            answer = stranger.ask(an_offer(model, backend="zmq"))
+        assert isinstance(answer, Goodbye)
+        assert "descriptors left; 64 needed: raise its `ulimit -n`" in answer.reason
+        stranger.close()
+        with open_ring(model, asked) as ring:
+            consume(ring, model, range(3))
+
+
+@contextmanager
+def one_opening(model: TeacherModel, tmp_path: Path) -> Iterator[Students]:
+    """A student whose channel is being opened, and will be until the end."""
+    config = ServiceConfig(replica="r", backends=("shm",), epoch="e", student_timeout_s=1.0)
+    made = Students(model, config, wake=lambda: None, complaints=Complaints(logging.getLogger("tests")))
+    with silent_endpoint(tmp_path) as description:
+        made.greet("s", make_hello(model), draining=False, now_s=0.0)
+        student = made.get("s")
+        assert student is not None
+        made.open(student, an_offer(model, description=description), now_s=0.5)
+        [thread] = openings()
+        yield made
+    thread.join(HANG_GUARD_S)
+    made.close()
+    assert openings() == []
+
+
+def test_a_channel_that_does_not_open_is_overdue_in_time(model: TeacherModel, tmp_path: Path) -> None:
+    with one_opening(model, tmp_path) as students:
+        end_s = 0.5 + 2 * OPEN_TIMEOUT_S
+        assert students.next_deadline_s() == end_s
+        assert students.overdue(end_s - 0.001) == []
+        assert [student.name for student in students.overdue(end_s)] == ["s"]
+
+
+def test_an_opening_that_never_ends_does_not_keep_the_teacher(
+    model: TeacherModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(students_module, "OPEN_TIMEOUT_S", HANG_GUARD_S)
+    with one_opening(model, tmp_path) as students:
+        monkeypatch.setattr(students_module, "OPEN_TIMEOUT_S", 0.001)
+        students.close()
+        assert len(openings()) == 1
+        assert "student s: its channel is still being opened" in caplog.text
+
+
+def test_a_student_that_comes_and_goes_does_not_fill_the_log(
+    model: TeacherModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="teacher.service")
+    with Teacher(model, max_students=2) as small:
+        stranger = Stranger(small.endpoint)
+        for _ in range(200):
+            assert isinstance(stranger.ask(make_hello(model)), Welcome)
+            stranger.send(Goodbye(reason="x" * 4096))
+        assert isinstance(stranger.ask(make_hello(model)), Welcome)
+        stranger.close()
+    lines = [record.getMessage() for record in caplog.records if "left: xxx" in record.getMessage()]
+    assert 1 <= len(lines) < 100
+    assert max(map(len, lines)) < 600
