@@ -31,6 +31,7 @@ from ring.control import ZmqPort, longest_request_bytes
 from ring.core.errors import ConfigError
 from ring.determinism import fix_kernels
 from ring.endpoints import check_exposure
+from teacher.destinations import Destinations
 from teacher.load import load_teacher
 from teacher.service import ServiceConfig, TeacherService
 from transport import registry
@@ -122,6 +123,7 @@ def serve(config: ServeConfig) -> None:
                 max_students=config.max_students,
                 student_timeout_s=config.student_timeout,
                 deterministic=config.deterministic,
+                destinations=Destinations.of(config.listen, with_keys=keyring is not None),
             ),
         )
         with closing(service):

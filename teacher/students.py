@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from ring.core.errors import DisaggKDError, RemoteProtocolError, TransportError
 from ring.core.messages import Denied, FillId, Goodbye, Hello, Offer, Welcome
 from teacher.complaints import Complaints
+from teacher.destinations import Destinations
 from teacher.forward import TeacherModel
 from transport.contract import Sender, Ticket
 from transport.registry import host_id, load, names
@@ -40,7 +41,8 @@ class ServiceConfig:
     """replica: the name shown to students. backends: the transports that may be used, best first.
 
     deterministic: one request a forward pass, so that states do not depend on what else is asked. raises_failures: a
-    forward pass that fails raises in `compute_turn`, for a student of the same process; others are told of it."""
+    forward pass that fails raises in `compute_turn`, for a student of the same process; others are told of it.
+    destinations: where an OFFER may lead."""
 
     replica: str
     backends: tuple[str, ...]
@@ -50,6 +52,7 @@ class ServiceConfig:
     student_timeout_s: float = 60.0
     deterministic: bool = False
     raises_failures: bool = False
+    destinations: Destinations = field(default_factory=Destinations)
 
 
 @dataclass(kw_only=True)
@@ -150,6 +153,7 @@ class Students:
         needed = MIN_FREE_DESCRIPTORS + DESCRIPTORS_A_CHANNEL * len(self._openings)
         if (free := _num_free_descriptors()) < needed:
             raise TransportError(f"the teacher has {free} descriptors left; {needed} needed: raise its `ulimit -n`")
+        self._config.destinations.check(offer)
         student.offer = offer
         # By then the opening has ended by itself, or never will.
         student.expires_s = now_s + 2 * OPEN_TIMEOUT_S

@@ -24,14 +24,23 @@ def rdma_devices() -> list[str]:
     return found
 
 
+def local_address(local_host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    """The one address that the name or address stands for. Raises ConfigError: it stands for none, or for every."""
+    try:
+        address = ipaddress.ip_address(socket.getaddrinfo(local_host, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError as error:
+        raise ConfigError(f"{local_host!r} is not an address of this machine: {error}") from error
+    if address.is_unspecified:
+        raise ConfigError(f"{local_host!r} is every address; give the one that the other side can reach")
+    return address
+
+
 def net_devices(local_host: str) -> str | None:
     """What UCX may use for a channel at that local address: its interface, and the RDMA devices unless it is loopback.
 
     None: whatever UCX finds. Raises ConfigError: it is not an address of this machine."""
+    address = local_address(local_host)
     try:
-        address = ipaddress.ip_address(socket.getaddrinfo(local_host, None, type=socket.SOCK_STREAM)[0][4][0])
-        if address.is_unspecified:
-            raise ConfigError(f"{local_host!r} is every address; give the one that the other side can reach")
         name = interface_of(address)
     except OSError as error:
         raise ConfigError(f"{local_host!r} is not an address of this machine: {error}") from error

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from ring.core.errors import PeerLost, RemoteProtocolError, TransportClosed, TransportError
 from ring.core.messages import Description, FillId
 from transport.contract import MAX_HEADER_BYTES, Arrival, Fence, Receiver
+from transport.devices import local_address
 from transport.fills import ArmedFills
 from transport.host import host_id
 from transport.memory import SlotArena
@@ -97,7 +98,7 @@ class UcxReceiver(Receiver):
         self._description: Description = {
             "address": self._link.address(),
             "token": self._token,
-            "host": bind_host,
+            "host": str(local_address(bind_host)),  # a teacher looks up no names
             "host_id": host_id(),
             "pid": os.getpid(),
         }

@@ -9,9 +9,12 @@ import zmq
 
 from ring.control import ZmqPort
 from ring.core.errors import ConfigError
+from ring.core.messages import Goodbye, Welcome
 from ring.endpoints import check_exposure
+from teacher.destinations import Destinations
 from teacher.forward import TeacherModel
-from tests.ring.rig import Teacher, consume, open_ring
+from tests.ring.rig import Teacher, consume, make_hello, open_ring
+from tests.ring.test_handshake import Stranger, an_offer
 
 
 @pytest.mark.case(60)
@@ -33,6 +36,19 @@ def test_a_port_can_be_used_again_at_once(model: TeacherModel) -> None:
             first.close()
             with Teacher(model, listen=first.endpoint):
                 consume(ring, model, range(seq, seq + 1))
+
+
+def test_a_teacher_follows_no_offer_to_where_it_must_not_go(model: TeacherModel) -> None:
+    with Teacher(model, destinations=Destinations(within_machine=True)) as asked:
+        stranger = Stranger(asked.endpoint)
+        assert isinstance(stranger.ask(make_hello(model)), Welcome)
+        description = {"endpoint": "tcp://192.0.2.1:5", "token": bytes(32)}
+        answer = stranger.ask(an_offer(model, backend="zmq", description=description))
+        assert isinstance(answer, Goodbye)
+        assert "zmq at 192.0.2.1, while the teacher listens on loopback only" in answer.reason
+        stranger.close()
+        with open_ring(model, asked, transport="zmq") as ring:
+            consume(ring, model, range(3))
 
 
 def has_ipv6() -> bool:
