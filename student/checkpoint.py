@@ -121,7 +121,7 @@ def write_checkpoint_directory(
         fill(directory)
         _write_state(directory, state)
 
-    path = root / f"step-{state.step:08d}"
+    path = checkpoint_path(root, state.step)
     with _failure(f"checkpoint of step {state.step}"):
         recover_checkpoints(root)
         write_directory(path, complete, needed_bytes=needed_bytes)
@@ -140,6 +140,11 @@ def export_model(directory: Path, *, model: Any, tokenizer: Any | None, model_te
             lambda aside: _save_model(aside, model, tokenizer, model_tensors),
             needed_bytes=_model_bytes(model, model_tensors),
         )
+
+
+def checkpoint_path(root: Path, step: int) -> Path:
+    """Where the checkpoint of a step is, if there is one."""
+    return root / f"step-{step:08d}"
 
 
 def recover_checkpoints(root: Path) -> None:

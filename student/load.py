@@ -74,6 +74,7 @@ def load_student(
         if from_config:
             with _refusal(source, "config.json", "the config of a causal LM"):
                 model = init_student_from_config(config, dtype=dtype, seed=seed, **options)
+                _keep_generation_config(source, model)
         else:
             model = _load_weights(source, config, dtype, options)
         with _refusal(source, f"moving it to {device}", "a device with room for it"):
@@ -88,6 +89,13 @@ def init_student_from_config(config: Any, *, dtype: torch.dtype = torch.float32,
         auto_model: Any = transformers.AutoModelForCausalLM
         model = auto_model.from_config(config, dtype=torch.float32, **options)
     return model.to(dtype)
+
+
+def _keep_generation_config(source: str, model: Any) -> None:
+    """As `from_pretrained` does it. Left to itself a model made of its config alone would generate by defaults."""
+    if (Path(source).expanduser() / "generation_config.json").is_file():
+        generation: Any = transformers.GenerationConfig
+        model.generation_config = generation.from_pretrained(source)
 
 
 def prepare_student(model: Any, tokenizer: Any | None, *, source: str) -> LoadedStudent:

@@ -68,6 +68,14 @@ def restore_rng(state: RngState) -> None:
     np.random.set_state(("MT19937", np.frombuffer(key, dtype="<u4").astype(np.uint32), place, has_gauss, cached))
 
 
+def seed_rng(*words: int) -> None:
+    """Seeds every generator anew; other words (not negative) make other generators, however alike they are."""
+    torch_seed, python_seed, numpy_seed = np.random.SeedSequence(words).generate_state(3, np.uint64).tolist()
+    torch.manual_seed(torch_seed)
+    random.seed(python_seed)
+    np.random.seed(numpy_seed % 2**32)
+
+
 def _text(data: bytes) -> str:
     return base64.b64encode(data).decode("ascii")
 

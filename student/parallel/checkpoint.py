@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
@@ -26,6 +28,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from ring.core.errors import ConfigError
 from student.checkpoint import SHARDS_DIR, Checkpoint, CheckpointError, TrainState, write_checkpoint_directory
 from student.load import quiet_transformers
 from student.parallel.ranks import Ranks
@@ -54,13 +57,15 @@ class CheckpointParts:
         return cls(tensors, model, tokenizer)
 
     def staged(self) -> CheckpointParts:
-        """Copies in host memory."""
+        """Copies in host memory. Raises CheckpointError: there is no room for them."""
         options = StagingOptions(
             use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False
         )
         stager = DefaultStager(options)
         try:
             tensors: Any = stager.stage(self.tensors)
+        except (RuntimeError, MemoryError) as error:
+            raise CheckpointError(f"a checkpoint could not be copied to host memory: {error}") from error
         finally:
             stager.close()
         return CheckpointParts(tensors, self.model, self.tokenizer)
@@ -82,7 +87,11 @@ def write_sharded_checkpoint(root: Path, state: TrainState, *, ranks: Ranks, par
         began.append(True)
         shards(directory / SHARDS_DIR)
         with quiet_transformers():
+            # What the model's own `save_pretrained` would write, but for the weights.
+            parts.model.config.dtype = parts.model.dtype
             parts.model.config.save_pretrained(directory / "model")
+            if parts.model.can_generate():
+                parts.model.generation_config.save_pretrained(directory / "model")
             if parts.tokenizer is not None:
                 parts.tokenizer.save_pretrained(directory / "model")
 
@@ -109,9 +118,10 @@ class BackgroundWriter:
         self._error: Exception | None = None
 
     def write(self, root: Path, state: TrainState, *, parts: CheckpointParts, keep: int) -> None:
-        """Begin; all ranks together. Raises as `finish`, of the one before."""
+        """Begin; all ranks together. Raises as `finish`, of the one before, or that a rank has no memory for this."""
         self.finish()
-        staged = parts.staged()
+        # The thread, whose words these are otherwise, is at its end.
+        staged = self._ranks.together(parts.staged)
 
         def run() -> None:
             try:
@@ -143,7 +153,8 @@ def load_optimizer_parts(checkpoint: Checkpoint, shares: Shares) -> dict[str, Te
     if not checkpoint.is_sharded:
         whole = checkpoint.optimizer_tensors()
         return {name: _cut(name, tensor, shares) for name, tensor in whole.items()}
-    metadata = HuggingFaceStorageReader(str(checkpoint.path / SHARDS_DIR)).read_metadata()
+    with _refusal(checkpoint):
+        metadata = _reader(checkpoint).read_metadata()
     parts: dict[str, Tensor] = {}
     wanted: dict[str, Tensor] = {}
     for key, entry in metadata.state_dict_metadata.items():
@@ -174,15 +185,38 @@ def _save(directory: Path, tensors: dict[str, Tensor], ranks: Ranks) -> None:
         writer = HuggingFaceStorageWriter(str(directory), save_distributed=True)
         save(tensors, storage_writer=writer, process_group=ranks.patient_group)
     except (OSError, ValueError, RuntimeError, CheckpointException) as error:
-        raise CheckpointError(f"rank {ranks.rank} could not write its part: {error}") from error
+        raise CheckpointError(f"rank {ranks.rank} could not write its part: {_reason(error)}") from error
 
 
 def _load(checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> None:
+    """Raises ConfigError: the shards are damaged, or hold something else."""
     # Without coordination: each rank knows what it needs, and where in the files it lies.
-    reader = HuggingFaceStorageReader(str(checkpoint.path / SHARDS_DIR))
-    with warnings.catch_warnings():
+    with _refusal(checkpoint), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        load(tensors, storage_reader=reader, no_dist=True)
+        load(tensors, storage_reader=_reader(checkpoint), no_dist=True)
+
+
+def _reader(checkpoint: Checkpoint) -> HuggingFaceStorageReader:
+    return HuggingFaceStorageReader(str(checkpoint.path / SHARDS_DIR))
+
+
+@contextmanager
+def _refusal(checkpoint: Checkpoint) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, CheckpointException) as error:
+        raise ConfigError(
+            f"checkpoint {checkpoint.path}: its shards can't be read: {_reason(error)}; allowed: whole ones, of this "
+            f"very model"
+        ) from error
+
+
+def _reason(error: BaseException) -> str:
+    """In a line; torch's own error brings the traceback of every rank that failed."""
+    if isinstance(error, CheckpointException):
+        causes = [cause for cause, _ in error.failures.values()]
+        error = causes[0] if causes else error
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def _model_tensors(model: Any, shares: Shares) -> dict[str, Tensor]:

@@ -12,10 +12,12 @@ from __future__ import annotations
 import copy
 import json
 import os
+import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -26,11 +28,13 @@ from ring.core.errors import ConfigError, DisaggKDError
 from student.loss.collectives import all_gather
 
 T = TypeVar("T")
+ErrorT = TypeVar("ErrorT", bound=BaseException)
+
+#: Parts of it have no types.
+_torch: Any = dist
 
 #: While one rank loads and tokenizes the others wait; one that ends is noticed at once all the same.
 START_TIMEOUT_S = 4 * 3600.0
-#: Connection attempts of a starting world.
-RENDEZVOUS_TIMEOUT_S = 300.0
 
 
 class RankFailed(DisaggKDError):
@@ -47,12 +51,14 @@ class RankLost(DisaggKDError):
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """What torchrun says to a process it starts. `restarts`: how often it has started this world anew."""
+    """What torchrun says to a process it starts. `restarts`: how often it has started this world anew. `run_id`: the
+    same in all of its starts, and in no other torchrun's."""
 
     rank: int
     world_size: int
     local_rank: int
     restarts: int
+    run_id: str = ""
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> Launch | None:
@@ -71,6 +77,7 @@ class Launch:
                 world_size=int(environment["WORLD_SIZE"]),
                 local_rank=int(environment["LOCAL_RANK"]),
                 restarts=int(environment.get("TORCHELASTIC_RESTART_COUNT", "0")),
+                run_id=_run_id(environment),
             )
         except ValueError as error:
             raise ConfigError(f"environment: RANK, WORLD_SIZE and LOCAL_RANK must be numbers: {error}") from error
@@ -106,6 +113,8 @@ class Ranks:
         self._patient: dist.ProcessGroup | None = None
         self._background: dist.ProcessGroup | None = None
         self._vocab_mesh: DeviceMesh | None = None
+        # Shared with the copy for the background: one run, one end.
+        self._known_to_all: list[BaseException] = []
         if launch.world_size == 1 and not wants_groups:
             return
         if device.type == "cuda":
@@ -123,11 +132,7 @@ class Ranks:
             self._background = dist.new_group(backend="gloo", timeout=timedelta(seconds=START_TIMEOUT_S))
             self.mesh = init_device_mesh(device.type, (self.world_size,), mesh_dim_names=("world",))
             if vocab_parallel > 1:
-                self._vocab_mesh = init_device_mesh(
-                    device.type,
-                    (self.world_size // vocab_parallel, vocab_parallel),
-                    mesh_dim_names=("data", "vocab"),
-                )
+                self._vocab_mesh = _mesh_of(device.type, self.world_size, vocab_parallel, timeout_s=timeout_s)
 
     @classmethod
     def alone(cls, device: torch.device) -> Ranks:
@@ -216,11 +221,20 @@ class Ranks:
         failure = None if error is None else [str(error), getattr(error, "exit_code", 1)]
         failures = self.gather_words(failure, patient=True)
         if error is not None:
-            raise error
+            raise self.known_to_all(error)
         for rank, other in enumerate(failures):
             if other is not None:
-                raise RankFailed(f"rank {rank} failed: {other[0]}", exit_code=int(other[1]))
+                raise self.known_to_all(RankFailed(f"rank {rank} failed: {other[0]}", exit_code=int(other[1])))
         return result
+
+    def known_to_all(self, error: ErrorT) -> ErrorT:
+        """Mark what this rank raises once every rank knows that the run ends: they can still do things together."""
+        self._known_to_all.append(error)
+        return error
+
+    def is_known_to_all(self, error: BaseException) -> bool:
+        """Whether every rank ends with this error, or with its own of the same end."""
+        return any(error is known for known in self._known_to_all)
 
     def one_after_the_first(self, action: Callable[[], T]) -> T:
         """`action` on one rank of every machine, then on the others, which find in a cache what the first left."""
@@ -253,7 +267,7 @@ class Ranks:
             yield
         except RuntimeError as error:
             raise RankLost(
-                f"rank {self.rank}: another rank ended, or was silent for {self.timeout_s:g} s: "
+                f"rank {self.rank}: another rank ended, or was silent for longer than --rank-timeout: "
                 f"{str(error).splitlines()[0]}"
             ) from error
 
@@ -261,6 +275,27 @@ class Ranks:
         """The end of a run that all ranks agree on. After a failure there is nothing to wait for: the process ends."""
         if self._words is not None:
             dist.destroy_process_group()
+
+
+def _run_id(environment: Mapping[str, str]) -> str:
+    """torchrun's own, where the user gave it one (its default is "none"); else the process that started this one."""
+    given = environment.get("TORCHELASTIC_RUN_ID", "none")
+    if given != "none":
+        return given
+    starter = Path(f"/proc/{os.getppid()}/stat")
+    # Behind the name, in which anything may stand: the 22nd field says when the process began.
+    began = starter.read_text(errors="replace").rpartition(")")[2].split()[19] if starter.exists() else ""
+    return f"process {os.getppid()} {began} of {socket.gethostname()}"
+
+
+def _mesh_of(device_type: str, world_size: int, vocab_parallel: int, *, timeout_s: float) -> DeviceMesh:
+    """The ranks as a table, a vocabulary group a line. A mesh that made its groups itself would wait as torch does."""
+    table = torch.arange(world_size).view(-1, vocab_parallel)
+    groups = [
+        _torch.new_subgroups_by_enumeration(lines.tolist(), timeout=timedelta(seconds=timeout_s))[0]
+        for lines in (table.T, table)
+    ]
+    return DeviceMesh.from_group(groups, device_type, mesh=table, mesh_dim_names=("data", "vocab"))
 
 
 def check_equal(what: str, values: Sequence[Any]) -> None:

@@ -97,8 +97,9 @@ class Feed:
         None without a ring, and for a microbatch without rows, which was never asked for. The block is entered on all
         ranks or on none. stop_signal: the number of the signal that asked for the end; 0: none did.
         Lifetime: until the block ends; then the slot carries the next request.
-        Raises TeacherLost, RankFailed: this rank's teacher is lost, or another's. Raises Stopped: they were waited for,
-        here or on another rank, and a signal came. Raises RankLost."""
+        Raises what ended the ring, TeacherLost mostly, here or (as TeacherLost, RankFailed) on another rank; all ranks
+        know of it. Raises Stopped: they were waited for, here or on another rank, and a signal came. Raises RankLost.
+        """
         lease = self._agreed_lease(batch, stop_signal)
         if lease is None:
             yield None
@@ -115,7 +116,8 @@ class Feed:
         """The lease of the microbatch, if it needs one, once every rank has its own."""
         ring, lease = self._ring if batch.num_rows else None, None
         if self._lockstep is not None:
-            self._lockstep.turn(has_rows=ring is not None)
+            # What could not be asked for never comes to the teacher.
+            self._lockstep.turn(ring if self._failure is None else None)
         while True:
             standing, failure = Standing.READY, self._failure
             if failure is None and ring is not None and lease is None:
@@ -136,9 +138,9 @@ class Feed:
             if lease is not None:
                 lease.release()
             if failure is not None:
-                raise failure
+                raise self._ranks.known_to_all(failure)
             if verdict.standing == Standing.LOST:
-                raise _lost_elsewhere(verdict)
+                raise self._ranks.known_to_all(_lost_elsewhere(verdict))
             raise Stopped("the run is to stop while it waits for a teacher", signal=verdict.signal)
 
     def _look_ahead(self) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from ring.core.errors import DisaggKDError
+from ring.prefetch import Ring
 from student.parallel.ranks import RankLost, Ranks
 from student.parallel.sharding import blocks_of
 from teacher.body import SplitModel
@@ -65,15 +66,19 @@ class Lockstep:
         """work: take what is asked, and compute the oldest request if there is one; whether there was anything."""
         self._body, self._work = body, work
 
-    def turn(self, *, has_rows: bool) -> None:
-        """The passes of the next microbatch of all ranks. has_rows: this rank has asked for its own.
+    def turn(self, ring: Ring | None) -> None:
+        """The passes of the next microbatch of all ranks. ring: where this rank asked for its own; None: it did not.
 
         Raises RankLost: also where the teacher failed on this rank, since the others can't hear of it any more."""
         before = self._body.num_passes
         try:
-            while has_rows and self._body.num_passes == before:
-                if not self._work():
-                    time.sleep(POLL_S)
+            while ring is not None and self._body.num_passes == before:
+                if self._work():
+                    continue
+                if ring.has_failed:
+                    # The request never arrives. The others hear of it when they next agree.
+                    break
+                time.sleep(POLL_S)
             self._body.join()
         except DisaggKDError as error:
             raise error if isinstance(error, RankLost) else RankLost(str(error)) from error

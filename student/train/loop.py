@@ -13,7 +13,7 @@ from types import FrameType
 
 import torch
 
-from ring.core.errors import ConfigError, DisaggKDError, TeacherLost
+from ring.core.errors import ConfigError, DisaggKDError
 from ring.prefetch import Ring
 from student.checkpoint import CheckpointError
 from student.data import MicroBatch, MicroBatchPlan, PlannedStep, TokenDataset, sequential_microbatches
@@ -42,10 +42,6 @@ class Interrupted(DisaggKDError):
 
 class Diverged(DisaggKDError):
     """The gradient is not finite; the step was not taken."""
-
-
-#: Errors that all ranks end a step with together: they can still write a checkpoint.
-AGREED_ERRORS = (TeacherLost, RankFailed, Diverged)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,8 +78,7 @@ class Loop:
         eval_losses: dict[int, float],
     ) -> None:
         """save: writes a checkpoint of the present state, or begins to; finish_saving: it is durable when this returns.
-        records: None on ranks that keep none. eval_losses: held-out
-        losses so far, by step."""
+        records: None on ranks that keep none. eval_losses: held-out losses so far, by step."""
         self._module = trained.module
         self._shares = trained.shares
         self._optimizer = trained.optimizer
@@ -105,7 +100,7 @@ class Loop:
 
     def run(self) -> None:
         """Raises TeacherLost, Interrupted, Diverged or what else ends a step: a checkpoint of the last step taken is
-        there."""
+        there, of several ranks where all know of it (`Ranks.is_known_to_all`)."""
         num_steps = self._plan.num_steps
         first, is_first = self.progress.step, self._ranks.is_first
         with self._signals(), Reporter(num_steps=num_steps, first_step=first, silent=not is_first) as reporter:
@@ -119,9 +114,9 @@ class Loop:
                     metrics = self._step(planned, before, started_s)
                 except Stopped as stopped:
                     self._checkpoint_before_step(generators)
-                    raise Interrupted(stopped.signal, self.progress.step) from None
+                    raise self._interrupted(stopped.signal) from None
                 except DisaggKDError as error:
-                    if not self._ranks.are_many or isinstance(error, AGREED_ERRORS):
+                    if not self._ranks.are_many or self._ranks.is_known_to_all(error):
                         self._checkpoint_at_the_end(generators, error)
                     raise
                 except Exception as error:
@@ -145,7 +140,6 @@ class Loop:
         parts = torch.zeros(3, dtype=torch.float64, device=device)
         forward_before_s = self._feed.counts.forward_s
         self._shares.zero_grad()
-        seqs = [batch.seq for batch in planned.microbatches if batch.seq is not None]
         tokens = 0
         for _ in planned.microbatches:
             batch = self._feed.next()
@@ -155,21 +149,9 @@ class Loop:
                 torch.autograd.backward(out.loss)
             parts += torch.stack([out.loss.detach(), out.kd, out.ce]).double()
         self._shares.collect_gradients()
-        norm = self._shares.clip(max_norm=self._settings.clip_norm)
-        if not math.isfinite(norm):
-            self._shares.zero_grad()
-            raise Diverged(
-                f"step {planned.step}: the gradient norm is {norm}; the step was not taken: lower --lr, or look at the "
-                f"data of samples {planned.sample_ids[:8].tolist()}"
-            )
+        norm = self._clip(planned)
         lr = self._schedule.lr_at(planned.step)
-        self._updating = True
-        self._optimizer.step(lr=lr)
-        progress = self.progress
-        progress.step, progress.position = planned.step, planned.next_position
-        progress.samples += len(planned.sample_ids)
-        progress.rows += planned.num_rows
-        self._updating = False
+        self._update(planned, lr=lr)
         # With a vocabulary group each of its ranks has the loss of all of them.
         loss, kd, ce = (parts / self._module.num_copies_of_loss).tolist()
         after = RingTotals.of(self._ring)
@@ -187,30 +169,29 @@ class Loop:
             peak_rss_bytes=peak_rss_bytes(),
         )
         total = over_ranks(own, self._ranks)
-        step_s = time.monotonic() - started_s
-        return StepMetrics(
-            step=planned.step,
-            epoch=planned.epoch,
-            position=planned.next_position,
-            seq_first=min(seqs, default=-1),
-            seq_last=max(seqs, default=-1),
-            lm_loss=total.lm_loss,
-            kd=total.kd,
-            loss=total.loss,
-            rows=planned.num_rows,
-            samples=len(planned.sample_ids),
-            lr=lr,
-            grad_norm=norm,
-            tokens_per_s=total.tokens / step_s,
-            step_s=step_s,
-            teacher_s=total.teacher_s,
-            student_stall_s=total.student_stall_s,
-            teacher_stall_s=total.teacher_stall_s,
-            ring_occupancy=total.ring_occupancy,
-            bytes_received=int(total.bytes_received),
-            retries=int(total.retries),
-            peak_rss_bytes=int(total.peak_rss_bytes),
+        return _metrics(planned, total, lr=lr, norm=norm, step_s=time.monotonic() - started_s)
+
+    def _clip(self, planned: PlannedStep) -> float:
+        """The norm of the gradient before it is clipped. Raises Diverged, on every rank: it is not finite."""
+        norm = self._shares.clip(max_norm=self._settings.clip_norm)
+        if math.isfinite(norm):
+            return norm
+        self._shares.zero_grad()
+        raise self._ranks.known_to_all(
+            Diverged(
+                f"step {planned.step}: the gradient norm is {norm}; the step was not taken: lower --lr, or look at the "
+                f"data of samples {planned.sample_ids[:8].tolist()}"
+            )
         )
+
+    def _update(self, planned: PlannedStep, *, lr: float) -> None:
+        self._updating = True
+        self._optimizer.step(lr=lr)
+        progress = self.progress
+        progress.step, progress.position = planned.step, planned.next_position
+        progress.samples += len(planned.sample_ids)
+        progress.rows += planned.num_rows
+        self._updating = False
 
     def _forward(self, batch: MicroBatch, states: torch.Tensor | None, *, num_rows: int) -> KDOutput:
         try:
@@ -240,7 +221,11 @@ class Loop:
             self._checkpoint(wait=False)
         if stop_signal := self._agreed_signal():
             self._checkpoint()
-            raise Interrupted(stop_signal, step)
+            raise self._interrupted(stop_signal)
+
+    def _interrupted(self, stop_signal: int) -> Interrupted:
+        """All ranks have agreed on the signal."""
+        return self._ranks.known_to_all(Interrupted(stop_signal, self.progress.step))
 
     def _agreed_signal(self) -> int:
         """The signal that any rank got; 0: none. Raises RankLost."""
@@ -269,7 +254,14 @@ class Loop:
             )
         except Stopped as stopped:
             self._checkpoint()
-            raise Interrupted(stopped.signal, step) from None
+            raise self._interrupted(stopped.signal) from None
+        except DisaggKDError:
+            raise
+        except Exception as error:
+            if self._ranks.are_many:
+                raise self._ranks.failure_of(error) from error
+            self._try_to_checkpoint(capture_rng())
+            raise
         self.eval_losses[step] = result.nats_per_row
         if self._records is not None:
             record = {"step": step, "eval_loss": result.nats_per_row, "rows": result.num_rows}
@@ -337,3 +329,31 @@ class Loop:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+def _metrics(planned: PlannedStep, total: StepTotals, *, lr: float, norm: float, step_s: float) -> StepMetrics:
+    """total: of all ranks."""
+    seqs = [batch.seq for batch in planned.microbatches if batch.seq is not None]
+    return StepMetrics(
+        step=planned.step,
+        epoch=planned.epoch,
+        position=planned.next_position,
+        seq_first=min(seqs, default=-1),
+        seq_last=max(seqs, default=-1),
+        lm_loss=total.lm_loss,
+        kd=total.kd,
+        loss=total.loss,
+        rows=planned.num_rows,
+        samples=len(planned.sample_ids),
+        lr=lr,
+        grad_norm=norm,
+        tokens_per_s=total.tokens / step_s,
+        step_s=step_s,
+        teacher_s=total.teacher_s,
+        student_stall_s=total.student_stall_s,
+        teacher_stall_s=total.teacher_stall_s,
+        ring_occupancy=total.ring_occupancy,
+        bytes_received=int(total.bytes_received),
+        retries=int(total.retries),
+        peak_rss_bytes=int(total.peak_rss_bytes),
+    )

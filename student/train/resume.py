@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import json
 import logging
 import math
+import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from ring.core.errors import ConfigError
-from student.checkpoint import Checkpoint, latest_checkpoint, open_checkpoint, recover_checkpoints, set_aside_later
+from student.checkpoint import (
+    Checkpoint,
+    TrainState,
+    latest_checkpoint,
+    open_checkpoint,
+    recover_checkpoints,
+    set_aside_later,
+)
 from student.config import TrainConfig
 from student.data import MicroBatchPlan, TokenDataset
 from student.metrics import MetricsFile, write_summary
 from student.parallel.ranks import Ranks
-from student.rng import restore_rng
+from student.rng import restore_rng, seed_rng
 from student.train.parts import Trained
 
 logger = logging.getLogger(__name__)
 
+LOCK_FILE = ".lock"
 #: Settings that make the curve what it is: a resumed run must have the same.
 CURVE_SETTINGS = (
     "student",
@@ -100,21 +109,42 @@ class RunFiles:
         return self.root / "model"
 
 
-@contextmanager
-def claimed(root: Path) -> Iterator[None]:
-    """This process alone writes to --out while the block runs. Raises ConfigError: it can't."""
+@contextlib.contextmanager
+def claimed(root: Path, word: str = "") -> Iterator[None]:
+    """This process alone writes to --out while the block runs, and `word` stands there.
+
+    Raises ConfigError: it can't."""
     try:
         root.mkdir(parents=True, exist_ok=True)
-        lock = (root / ".lock").open("w")
+        # Not emptied before it is ours.
+        lock = (root / LOCK_FILE).open("a")
     except OSError as error:
         raise ConfigError(f"--out {root}: {error.strerror}; allowed: a directory that can be written") from error
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock.truncate(0)
+            lock.write(word)
+            lock.flush()
+            os.fsync(lock.fileno())
         except BlockingIOError as error:
             message = f"--out {root}: another run is writing there; allowed: a directory of its own"
             raise ConfigError(message) from error
+        except OSError as error:
+            raise ConfigError(f"--out {root}: {error.strerror}; allowed: a directory that can be written") from error
         yield
+
+
+def check_shared(root: Path, word: str) -> None:
+    """Raises ConfigError: --out is not where rank 0 claimed it with this word, but a directory of this host's own."""
+    found = None
+    with contextlib.suppress(OSError):
+        found = (root / LOCK_FILE).read_text()
+    if found != word:
+        raise ConfigError(
+            f"--out {root}: not the directory that rank 0 has under this name; allowed: a directory on a file system "
+            f"that all ranks share"
+        )
 
 
 def choose_checkpoint(config: TrainConfig, files: RunFiles, ranks: Ranks) -> Checkpoint | None:
@@ -160,15 +190,20 @@ def curve_hash(config: TrainConfig, data: TokenDataset, ranks: Ranks, *, teacher
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
+def launched_by(files: RunFiles) -> object:
+    """The `Launch.run_id` that the run in --out began with."""
+    return _settings_before(files).get("run_id")
+
+
 def identify(
-    config: TrainConfig, files: RunFiles, ranks: Ranks, *, resumes: bool, teacher_fingerprint: str | None
+    config: TrainConfig, files: RunFiles, ranks: Ranks, run_id: str, *, resumes: bool, teacher_fingerprint: str | None
 ) -> None:
-    """Write down what a new run is; see that a resumed one has the same teacher.
+    """Write down what a new run is; see that a resumed one has the same teacher. run_id: of its `Launch`, or empty.
 
     Raises ConfigError: it has another one; nothing was changed."""
     if not resumes:
         settings = {**asdict(config), "ranks": ranks.world_size, "teacher_fingerprint": teacher_fingerprint}
-        write_summary(files.settings, settings)
+        write_summary(files.settings, settings | {"run_id": run_id})
         return
     before = _settings_before(files).get("teacher_fingerprint", teacher_fingerprint)
     if before != teacher_fingerprint:
@@ -187,8 +222,10 @@ def restore(
     ranks: Ranks,
     files: RunFiles,
     fixed: str,
+    seed: int,
 ) -> Progress:
     """Where the run is, with weights, optimizer and random generators as they were there. fixed: its `curve_hash`.
+    seed: of ranks that the checkpoint has no generators for.
 
     Nothing may draw random numbers between this and the first step. Raises ConfigError: the data is not the same."""
     if checkpoint is None:
@@ -209,9 +246,16 @@ def restore(
         trained.optimizer.load_state_tensors(load_optimizer_parts(checkpoint, trained.shares))
     else:
         trained.optimizer.load_state_tensors(checkpoint.optimizer_tensors())
-    # On another number of ranks no generator's past is right; these are at least not all the same.
-    restore_rng(state.rng[ranks.rank % len(state.rng)])
+    restore_generators(state, rank=ranks.rank, seed=seed)
     return Progress(step=state.step, position=state.position)
+
+
+def restore_generators(state: TrainState, *, rank: int, seed: int) -> None:
+    """As this rank left them. On more ranks than before one may have no past: it draws what no other rank draws."""
+    if rank < len(state.rng):
+        restore_rng(state.rng[rank])
+    else:
+        seed_rng(seed, rank, state.step)
 
 
 def warn_of_gaps(step_file: MetricsFile, *, step: int) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import platform
+import secrets
 import signal
 import time
 from collections import Counter
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 import transformers
 
-from ring.core.errors import DisaggKDError, LocalProtocolError, TeacherLost
+from ring.core.errors import DisaggKDError, LocalProtocolError
 from ring.core.stats import DropCause, RetryCause
 from student.checkpoint import Checkpoint
 from student.config import TrainConfig
@@ -29,17 +30,25 @@ from student.data import MicroBatchPlan, TokenDataset
 from student.metrics import peak_rss_bytes, write_summary
 from student.parallel.ranks import Launch, RankLost, Ranks
 from student.train.feed import Feed
-from student.train.loop import Diverged, Interrupted, Loop, LoopSettings
+from student.train.loop import Loop, LoopSettings
 from student.train.parts import Parts, load_parts, make_trained
 from student.train.records import Records
-from student.train.resume import Progress, RunFiles, choose_checkpoint, claimed, curve_hash, identify, restore
+from student.train.resume import (
+    Progress,
+    RunFiles,
+    check_shared,
+    choose_checkpoint,
+    claimed,
+    curve_hash,
+    identify,
+    launched_by,
+    restore,
+)
 from student.train.saver import Saver
 from student.train.teachers import resolve_device
 
 logger = logging.getLogger(__name__)
 
-#: Ends that all ranks come to together: what they still do together then can't hang.
-AGREED_ENDS = (TeacherLost, Interrupted, Diverged)
 #: Of the configuration, what each rank may have for itself.
 OWN_SETTINGS = frozenset({"device", "debug"})
 
@@ -51,24 +60,24 @@ def train(config: TrainConfig, launch: Launch | None = None) -> None:
     docs/operations.md."""
     files = RunFiles(Path(config.out))
     started_s = time.monotonic()
-    if launch is not None and launch.restarts:
-        logger.info("started anew for the %d. time: going on from the last checkpoint", launch.restarts)
-        config = replace(config, resume=True)
     with ExitStack() as stack:
         ranks = _meet(config, launch)
         ranks.check_equal("settings", {k: v for k, v in asdict(config).items() if k not in OWN_SETTINGS})
-        ranks.together(lambda: stack.enter_context(claimed(files.root)) if ranks.is_first else None)
+        word = ranks.from_first(secrets.token_hex(8) if ranks.are_many else "")
+        ranks.together(lambda: stack.enter_context(claimed(files.root, word)) if ranks.is_first else None)
+        ranks.together(lambda: check_shared(files.root, word))
+        config = replace(config, resume=config.resume or _is_restart(files, ranks, launch))
         checkpoint = choose_checkpoint(config, files, ranks)
         parts = load_parts(stack, config, ranks, checkpoint)
-        loop, saver = _loop(stack, config, files, checkpoint, parts)
+        loop, saver = _loop(stack, config, files, checkpoint, parts, run_id="" if launch is None else launch.run_id)
         ending, is_agreed = "failed", False
         try:
             loop.run()
             _check_complete(parts.plan, loop.progress)
-            saver.export()
+            saver.export(step=loop.progress.step)
             ending, is_agreed = "finished", True
         except DisaggKDError as error:
-            ending, is_agreed = f"{type(error).__name__}: {error}", isinstance(error, AGREED_ENDS)
+            ending, is_agreed = f"{type(error).__name__}: {error}", ranks.is_known_to_all(error)
             raise
         finally:
             wall_s = time.monotonic() - started_s
@@ -94,22 +103,45 @@ def _meet(config: TrainConfig, launch: Launch | None) -> Ranks:
     )
 
 
+def _is_restart(files: RunFiles, ranks: Ranks, launch: Launch | None) -> bool:
+    """Whether torchrun has started this world anew, and the run in --out is the one that it started before."""
+    if launch is None or not launch.restarts:
+        return False
+    is_ours = bool(ranks.from_first(launched_by(files) == launch.run_id))
+    if is_ours:
+        logger.info("started anew for the %d. time: going on from the last checkpoint", launch.restarts)
+    return is_ours
+
+
 def _loop(
-    stack: ExitStack, config: TrainConfig, files: RunFiles, checkpoint: Checkpoint | None, parts: Parts
+    stack: ExitStack, config: TrainConfig, files: RunFiles, checkpoint: Checkpoint | None, parts: Parts, *, run_id: str
 ) -> tuple[Loop, Saver]:
     """The loop, where the checkpoint left it; from here on --out is this run's."""
     ranks, plan = parts.ranks, parts.plan
     trained = make_trained(config, parts)
-    if ranks.is_first:
-        identify(config, files, ranks, resumes=checkpoint is not None, teacher_fingerprint=parts.fingerprint)
+
+    def begin() -> None:
+        fingerprint = parts.fingerprint
+        identify(config, files, ranks, run_id, resumes=checkpoint is not None, teacher_fingerprint=fingerprint)
+
+    ranks.together(begin if ranks.is_first else lambda: None)
     fixed = curve_hash(config, parts.data, ranks, teacher_fingerprint=parts.fingerprint)
     model = parts.student.model
 
     def go_on() -> Progress:
-        return restore(checkpoint, plan=plan, trained=trained, model=model, ranks=ranks, files=files, fixed=fixed)
+        return restore(
+            checkpoint,
+            plan=plan,
+            trained=trained,
+            model=model,
+            ranks=ranks,
+            files=files,
+            fixed=fixed,
+            seed=config.seed,
+        )
 
     progress = ranks.together(go_on)
-    records = Records.open(stack, files, step=progress.step) if ranks.is_first else None
+    records = ranks.together(lambda: Records.open(stack, files, step=progress.step) if ranks.is_first else None)
     background = None
     if ranks.has_groups and config.background_checkpoints:
         from student.parallel.checkpoint import BackgroundWriter

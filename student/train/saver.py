@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from student.checkpoint import TrainState, export_model, write_checkpoint
+from ring.core.errors import ConfigError
+from student.checkpoint import CheckpointError, TrainState, checkpoint_path, export_model, write_checkpoint
 from student.config import TrainConfig
 from student.rng import RngState, capture_rng
 from student.train.parts import Parts, Trained
@@ -34,9 +35,8 @@ class Saver:
 
         Raises CheckpointError, RankFailed, RankLost: of this one, or of the one before."""
         parts, ranks = self.parts, self.parts.ranks
-        if self.records is not None:
-            # First: no checkpoint may survive a power cut without the metrics that lead to it.
-            self.records.sync()
+        # First: no checkpoint may survive a power cut without the metrics that lead to it.
+        ranks.together(self._sync_records)
         generators = ranks.gather_words(capture_rng().to_json())
         state = TrainState(
             step=now.step,
@@ -74,8 +74,11 @@ class Saver:
         if self.background is not None:
             self.background.finish()
 
-    def export(self) -> None:
-        """The trained model as one Hugging Face directory: by rank 0, from the last checkpoint where ranks share it."""
+    def export(self, *, step: int) -> None:
+        """The trained model, as it is after its last step, as one Hugging Face directory: by rank 0, from the
+        checkpoint of that step where ranks share it.
+
+        Raises CheckpointError, RankFailed, RankLost: that checkpoint is not whole, or the model can't be written."""
         ranks, student = self.parts.ranks, self.parts.student
         if not ranks.has_groups:
             export_model(self.files.model, model=student.model, tokenizer=student.tokenizer)
@@ -83,6 +86,14 @@ class Saver:
         from student.export import export_checkpoint
 
         def lead() -> None:
-            export_checkpoint(self.files.checkpoints, self.files.model)
+            try:
+                # Not the newest whole one: that may be of an older step.
+                export_checkpoint(checkpoint_path(self.files.checkpoints, step), self.files.model)
+            except ConfigError as error:
+                raise CheckpointError(f"the model after step {step} could not be exported: {error}") from error
 
         ranks.together(lead if ranks.is_first else lambda: None)
+
+    def _sync_records(self) -> None:
+        if self.records is not None:
+            self.records.sync()

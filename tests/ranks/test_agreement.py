@@ -45,10 +45,16 @@ def test_replicas_are_dealt_to_ranks_in_turn(count: int, wanted: list[str]) -> N
 def test_a_launch_is_read_from_what_torchrun_sets_or_there_is_none() -> None:
     told = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "h", "MASTER_PORT": "1"}
     assert Launch.from_environment({}) is None
-    assert Launch.from_environment(told) == Launch(rank=1, world_size=4, local_rank=1, restarts=0)
-    restarted = Launch.from_environment(told | {"TORCHELASTIC_RESTART_COUNT": "2"})
+    job = Launch.from_environment(told | {"TORCHELASTIC_RUN_ID": "a job"})
+    assert job == Launch(rank=1, world_size=4, local_rank=1, restarts=0, run_id="a job")
+    started, restarted = (
+        Launch.from_environment(told | {"TORCHELASTIC_RESTART_COUNT": count, "TORCHELASTIC_RUN_ID": "none"})
+        for count in ("0", "2")
+    )
+    assert started is not None
     assert restarted is not None
     assert restarted.restarts == 2
+    assert started.run_id == restarted.run_id not in ("", "none"), "without an id torchrun's process is one"
     for broken in ({"RANK": "4"}, {"RANK": "x"}):
         with pytest.raises(ConfigError, match="environment: "):
             Launch.from_environment(told | broken)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -10,10 +12,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 
+from ring.core.errors import ConfigError
+from student.checkpoint import Checkpoint, TrainState
+from student.parallel.checkpoint import load_whole_model
+from student.rng import RngState, capture_rng, restore_rng
+from student.train.resume import restore_generators
 from tests.ranks.conftest import NUM_STEPS, StartWorld
 from tests.ranks.test_runs import assert_same_curve
 from tests.system.conftest import Inputs, Start
@@ -99,8 +108,21 @@ def test_a_world_that_is_started_anew_goes_on_from_the_last_checkpoint(
     assert "resuming from" in again.first.errors
 
 
+def test_a_restart_goes_on_with_no_run_but_its_own(endpoint: str, start_world: StartWorld) -> None:
+    """The first start is refused, --out holds another run; torchrun's next one must be too."""
+    flags = ("--teacher", endpoint, "--steps", 2, "--warmup-steps", 0)
+    theirs = start_world(*flags, size=1, run_id="theirs")
+    theirs.succeed()
+    for restarts in (0, 1):
+        ours = start_world(*flags, size=1, run_id="ours", restarts=restarts)
+        check_refusal(ours.first, 2, "holds a run already")
+    again = start_world(*flags, size=1, run_id="theirs", restarts=1)
+    again.succeed()
+    assert "resuming from" in again.first.errors
+
+
 def test_shards_are_exported_as_the_model_that_the_run_ended_with(
-    endpoint: str, start_world: StartWorld, tmp_path: Path
+    inputs: Inputs, endpoint: str, start_world: StartWorld, tmp_path: Path
 ) -> None:
     world = start_world("--teacher", endpoint, "--fsdp", "--vocab-parallel", 2, size=2)
     world.succeed()
@@ -111,11 +133,46 @@ def test_shards_are_exported_as_the_model_that_the_run_ended_with(
     ours, theirs = (auto.from_pretrained(path).state_dict() for path in (world.out / "model", tmp_path / "exported"))
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+    written, given = (
+        json.loads((path / "generation_config.json").read_text()) for path in (world.out / "model", inputs.student)
+    )
+    assert written == given
+    assert json.loads((world.out / "model/config.json").read_text())["dtype"] == "float32"
     torn = next((world.out / "checkpoints").glob(f"step-{NUM_STEPS:08d}/shards/*"))
     torn.write_bytes(torn.read_bytes()[:-1])
     refused = Command("bench.cli", "export", world.out, tmp_path / "other", cwd=tmp_path)
     assert refused.wait() == 2
     assert "no whole checkpoint" in refused.errors.splitlines()[-1]
+
+
+def state_of(*generators: RngState) -> TrainState:
+    return TrainState(step=8, position=64, config_hash="c", schedule={}, rng=generators)
+
+
+def test_shards_that_cannot_be_read_are_refused_in_a_line(tmp_path: Path) -> None:
+    """They were whole when rank 0 looked; a rank of another host may find them otherwise."""
+    (tmp_path / "shards").mkdir()
+    (tmp_path / "shards" / "shard-00001-model-00001-of-00001.safetensors").write_bytes(b"no such thing")
+    with pytest.raises(ConfigError, match="its shards can't be read") as refused:
+        load_whole_model(Checkpoint(tmp_path, state_of()), torch.nn.Linear(2, 2))
+    assert "Traceback" not in str(refused.value)
+    (tmp_path / "shards" / "shard-00001-model-00001-of-00001.safetensors").unlink()
+    save_file({"model/weight": torch.zeros(2, 2)}, tmp_path / "shards" / "model-00001-of-00001.safetensors")
+    with pytest.raises(ConfigError, match=r"its shards can't be read.*bias") as refused:
+        load_whole_model(Checkpoint(tmp_path, state_of()), torch.nn.Linear(2, 2))
+    assert len(str(refused.value).splitlines()) == 1
+
+
+def test_ranks_without_a_past_draw_what_no_other_rank_draws() -> None:
+    before, drawn = capture_rng(), []
+    try:
+        for rank in range(5):
+            restore_generators(state_of(before, before), rank=rank, seed=11)
+            drawn.append((torch.rand(()).item(), random.random(), float(np.random.random())))
+    finally:
+        restore_rng(before)
+    assert drawn[0] == drawn[1], "as they left their generators"
+    assert all(len(set(numbers)) == 4 for numbers in zip(*drawn, strict=True))
 
 
 @pytest.mark.slow

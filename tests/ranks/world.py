@@ -20,6 +20,7 @@ class World:
         cwd: Path,
         env: Mapping[str, str] | None = None,
         restarts: int = 0,
+        run_id: str = "none",
         **where: Any,
     ) -> None:
         port = free_port()
@@ -29,7 +30,7 @@ class World:
                 *arguments,
                 out=out,
                 cwd=_own_directory(cwd, rank),
-                env={**variables_of(rank, size, port, restarts=restarts), **(env or {})},
+                env={**variables_of(rank, size, port, restarts=restarts, run_id=run_id), **(env or {})},
                 **where,
             )
             for rank in range(size)
@@ -65,8 +66,8 @@ class World:
             rank.end()
 
 
-def variables_of(rank: int, size: int, port: str, *, restarts: int = 0) -> dict[str, str]:
-    """What torchrun tells a process on one machine."""
+def variables_of(rank: int, size: int, port: str, *, restarts: int = 0, run_id: str = "none") -> dict[str, str]:
+    """What torchrun tells a process on one machine. run_id: its --rdzv-id."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -74,14 +75,20 @@ def variables_of(rank: int, size: int, port: str, *, restarts: int = 0) -> dict[
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": port,
         "TORCHELASTIC_RESTART_COUNT": str(restarts),
+        "TORCHELASTIC_RUN_ID": run_id,
     }
 
 
 def run_steps(size: int, *, thorough: bool, out: Path, cwd: Path) -> list[Command]:
     """`tests.ranks.steps` on so many ranks."""
-    port, kind = free_port(), "thorough" if thorough else "brief"
+    return run_ranks("tests.ranks.steps", "thorough" if thorough else "brief", out, size=size, cwd=cwd)
+
+
+def run_ranks(module: str, *arguments: object, size: int, cwd: Path) -> list[Command]:
+    """A module on so many ranks."""
+    port = free_port()
     return [
-        Command("tests.ranks.steps", kind, out, cwd=_own_directory(cwd, rank), env=variables_of(rank, size, port))
+        Command(module, *arguments, cwd=_own_directory(cwd, rank), env=variables_of(rank, size, port))
         for rank in range(size)
     ]
 

@@ -62,6 +62,14 @@ def test_random_weights_come_from_the_seed_alone_and_leave_the_global_generator(
     assert torch.equal(weights[0][name].double(), weights[3][name])
 
 
+def test_a_model_of_its_config_alone_still_generates_as_its_checkpoint_says(tmp_path: Path) -> None:
+    build_tiny_checkpoint(tmp_path)
+    settings = {"do_sample": True, "temperature": 0.7, "eos_token_id": 5}
+    (tmp_path / "generation_config.json").write_text(json.dumps(settings))
+    found = load_student(str(tmp_path), from_config=True).model.generation_config
+    assert {name: getattr(found, name) for name in settings} == settings
+
+
 # --- bad input -----------------------------------------------------------------------------------
 
 

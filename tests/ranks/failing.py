@@ -1,0 +1,108 @@
+"""`python -m tests.ranks.failing FAULT ARGUMENTS`: `student.train`, with a fault in the rank that FAULTY_RANK names.
+
+Each fault is one that a machine can have and that no test can order from it: at a moment of its own choosing something
+that the trainer calls fails, on one rank only.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterable
+from types import SimpleNamespace
+from typing import Any
+
+from torch import nn
+from torch.distributed.checkpoint.staging import DefaultStager
+
+import student.train.lockstep as lockstep
+import student.train.loop as loop
+from ring.core.errors import ConfigError, LocalProtocolError
+from ring.core.messages import TokenRequest
+from ring.prefetch import Ring
+from student.checkpoint import CheckpointError
+from student.data import MicroBatch
+from student.metrics import MetricsFile
+from student.train.__main__ import main
+from student.train.saver import Saver
+
+#: Calls that go well before the one that fails.
+NUM_GOOD_CALLS = 5
+#: More than any request that does arrive is waited for.
+NUM_VAIN_SLEEPS = 1000
+
+
+def fail_at(owner: Any, name: str, error: Exception, *, after: int = NUM_GOOD_CALLS) -> None:
+    """From the call after so many on, `owner.name` raises."""
+    act, calls = getattr(owner, name), 0
+
+    def failing(*arguments: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls > after:
+            raise error
+        return act(*arguments, **options)
+
+    setattr(owner, name, failing)
+
+
+def break_pump() -> None:
+    """Requests don't arrive any more, and while this rank makes its turn in vain its pump fails."""
+    submit, rings, sleeps = Ring.submit, [], 0
+
+    def losing(ring: Ring, seq: int, request: TokenRequest) -> None:
+        if seq < NUM_GOOD_CALLS:
+            submit(ring, seq, request)
+        else:
+            rings.append(ring)
+
+    def sleep(seconds: float) -> None:
+        nonlocal sleeps
+        sleeps += bool(rings)
+        if sleeps == NUM_VAIN_SLEEPS:
+            rings[0]._pump._fail(LocalProtocolError("the pump failed"))
+        time.sleep(seconds)
+
+    Ring.submit = losing  # type: ignore[method-assign]
+    lockstep.time = SimpleNamespace(sleep=sleep)  # type: ignore[assignment]
+
+
+def tear_last_checkpoint() -> None:
+    """The disk loses a part of the newest one, just before the model is exported from it."""
+    export = Saver.export
+
+    def torn(saver: Saver, *, step: int) -> None:
+        shard = next(saver.files.checkpoints.glob(f"step-{step:08d}/shards/*"))
+        shard.write_bytes(shard.read_bytes()[:-1])
+        export(saver, step=step)
+
+    Saver.export = torn  # type: ignore[method-assign]
+
+
+def die_evaluating() -> None:
+    """Once the ranks have agreed on a microbatch: the others are about to exchange what they make of it."""
+
+    def dying(student: nn.Module, microbatches: Iterable[MicroBatch], **options: Any) -> None:
+        next(iter(microbatches))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    loop.evaluate = dying  # type: ignore[attr-defined, assignment]
+
+
+FAULTS: dict[str, Callable[[], None]] = {
+    "lease": lambda: fail_at(Ring, "next_lease", LocalProtocolError("no lease can be made")),
+    "submit": lambda: fail_at(Ring, "submit", ConfigError("it can't be asked for")),
+    "pump": break_pump,
+    "records": lambda: fail_at(MetricsFile, "sync", CheckpointError("no space left for metrics.jsonl"), after=2),
+    "memory": lambda: fail_at(DefaultStager, "stage", RuntimeError("not enough memory: you tried"), after=1),
+    "torn": tear_last_checkpoint,
+    "evaluation": die_evaluating,
+}
+
+if __name__ == "__main__":
+    fault = sys.argv.pop(1)
+    if os.environ["RANK"] == os.environ["FAULTY_RANK"]:
+        FAULTS[fault]()
+    sys.exit(main())
