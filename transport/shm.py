@@ -30,6 +30,8 @@ from transport.wakeup import Wakeup
 
 _COMPLETION = struct.Struct("<qQQQ")  # seq, attempt, slot, bytes; the header follows
 _MAX_COMPLETION_BYTES = _COMPLETION.size + MAX_HEADER_BYTES
+#: Of one call: a teacher that floods its student must not keep it from everything else.
+MESSAGES_A_TURN = 128
 
 
 def capabilities() -> Capabilities:
@@ -144,7 +146,7 @@ class ShmReceiver(Receiver):
             self._release_if_settled()
 
     def _read(self) -> list[Arrival]:
-        """Everything that is there now."""
+        """What is there now, up to a bound: the rest keeps `wait_fds` readable."""
         if self._connection is None:
             peer = self._listener.accept() if self._listener is not None else None
             if peer is None:
@@ -153,12 +155,18 @@ class ShmReceiver(Receiver):
         # Asked before the last completions are read: of a process that has ended nothing can follow them.
         ended = self._pidfd >= 0 and bool(_readable(self._pidfd))
         arrivals = []
-        while (message := self._next_message()) is not None:
-            arrival = self._complete(message)
-            if arrival is not None:
-                arrivals.append(arrival)
-        if ended:
-            self._lose("the teacher's process ended")
+        for _ in range(MESSAGES_A_TURN):
+            message = self._next_message()
+            if message is None:
+                if ended:
+                    self._lose("the teacher's process ended")
+                break
+            if _COMPLETION.size <= len(message) <= _MAX_COMPLETION_BYTES:
+                arrival = self._complete(message)
+                if arrival is not None:
+                    arrivals.append(arrival)
+            else:  # no completion of ours: it ends no fill
+                self._dropped += 1
         return arrivals
 
     def _next_message(self) -> bytes | None:
@@ -173,11 +181,8 @@ class ShmReceiver(Receiver):
             except OSError as error:
                 self._lose(f"the teacher's connection broke: {error}")
                 return None
-            if _COMPLETION.size <= len(message) <= _MAX_COMPLETION_BYTES:
+            if message:
                 return message
-            if message:  # no completion of ours: it ends no fill
-                self._dropped += 1
-                continue
             self._lose("the teacher closed its end")
         return None
 
@@ -196,8 +201,8 @@ class ShmReceiver(Receiver):
     def _attach(self, peer: Peer) -> None:
         self._connection = peer.connection
         if peer.pid not in (0, os.getpid()):
-            # If it has ended already, the end of its connection says so too.
-            with contextlib.suppress(ProcessLookupError):
+            # If it has ended already, or no descriptor is left to watch it by, the end of its connection says so too.
+            with contextlib.suppress(OSError):
                 self._pidfd = os.pidfd_open(peer.pid)
         self._news.register(self._connection, select.EPOLLIN)
         if self._pidfd >= 0:

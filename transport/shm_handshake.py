@@ -87,10 +87,14 @@ class Listener:
     def accept(self) -> Peer | None:
         """The teacher, once it has proven the token and holds the slots; never blocks. Strangers are turned away.
 
-        Raises TransportError: the kernel would not pass the descriptors on."""
-        with contextlib.suppress(BlockingIOError):
+        Raises TransportError: no descriptor is left, or the kernel would not pass those of the slots on."""
+        try:
             while True:
                 self._admit(self._socket.accept()[0])
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            raise TransportError(f"shm: can't take a connection: {error}; is `ulimit -n` too low?") from error
         for stranger in list(self._strangers):
             try:
                 token = stranger.connection.recv(_TOKEN_BYTES + 1)

@@ -262,6 +262,28 @@ def test_completions_that_the_socket_has_no_room_for_wait_in_the_sender(receiver
     sender.close()
 
 
+def test_a_teacher_that_floods_its_student_is_heard_in_turns(receiver: Receiver) -> None:
+    sender = while_serving(receiver, lambda: open_sender(receiver.describe()))
+    for seq in range(5000):
+        sender.put(FillId(seq, 1, 0), header=b"", parts=[])
+    num_sent = len(sender.poll())
+    assert num_sent > shm.MESSAGES_A_TURN
+    receiver.arm(FillId(1, 2, 0), num_bytes=0)
+    assert receiver.poll() == []
+    assert receiver.dropped == shm.MESSAGES_A_TURN
+    assert wait_readable(receiver, timeout_s=0), "the rest is not forgotten"
+    while receiver.dropped < num_sent:
+        assert receiver.poll() == []
+    sender.close()
+
+
+def test_a_student_without_descriptors_left_says_so_when_its_teacher_knocks(receiver: Receiver) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as teacher:
+        teacher.connect(str(receiver.describe()["path"]))
+        with few_descriptors(0), pytest.raises(TransportError, match="ulimit -n"):
+            receiver.poll()
+
+
 def test_a_dead_teacher_is_noticed_although_its_child_keeps_the_socket_open(
     arena: SlotArena, receiver: Receiver, peer: Peer
 ) -> None:
