@@ -51,7 +51,7 @@ class Destinations:
 def _host_of(offer: Offer) -> str | None:
     """None: it is within the machine by its nature, or says nothing that makes sense, which the backend will tell."""
     if offer.backend == "zmq" and isinstance(endpoint := offer.description.get("endpoint"), str):
-        return endpoint.removeprefix("tcp://").rpartition(":")[0]
+        return endpoint.removeprefix("tcp://").rpartition(":")[0] if endpoint.startswith("tcp://") else None
     if offer.backend == "ucx" and isinstance(host := offer.description.get("host"), str):
         return host
     return None
