@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -46,6 +46,9 @@ from student.train.resume import (
 )
 from student.train.saver import Saver
 from student.train.teachers import resolve_device
+
+if TYPE_CHECKING:
+    from student.parallel.checkpoint import BackgroundWriter
 
 logger = logging.getLogger(__name__)
 
@@ -142,11 +145,6 @@ def _loop(
 
     progress = ranks.together(go_on)
     records = ranks.together(lambda: Records.open(stack, files, step=progress.step) if ranks.is_first else None)
-    background = None
-    if ranks.has_groups and config.background_checkpoints:
-        from student.parallel.checkpoint import BackgroundWriter
-
-        background = BackgroundWriter(ranks)
     saver = Saver(
         config=config,
         files=files,
@@ -154,26 +152,16 @@ def _loop(
         trained=trained,
         records=records,
         fixed=fixed,
-        background=background,
+        background=_background(config, ranks),
     )
     eval_losses = ranks.from_first(None if records is None else list(records.evaluations.column("eval_loss").items()))
-    ring = None if parts.teachers is None else parts.teachers.ring
-    feed = Feed(
-        plan,
-        parts.data,
-        ring,
-        ranks=ranks,
-        lockstep=None if parts.teachers is None else parts.teachers.lockstep,
-        position=progress.position,
-        pad_id=parts.pad_id,
-        device=ranks.device,
-    )
+    feed = _feed(parts, position=progress.position)
     loop = Loop(
         trained=trained,
         schedule=parts.schedule,
         plan=plan,
         feed=feed,
-        ring=ring,
+        ring=None if parts.teachers is None else parts.teachers.ring,
         ranks=ranks,
         eval_data=parts.eval_data,
         settings=_loop_settings(config, parts),
@@ -184,6 +172,28 @@ def _loop(
         eval_losses={int(step): loss for step, loss in eval_losses},
     )
     return loop, saver
+
+
+def _background(config: TrainConfig, ranks: Ranks) -> BackgroundWriter | None:
+    if not (ranks.has_groups and config.background_checkpoints):
+        return None
+    from student.parallel.checkpoint import BackgroundWriter
+
+    return BackgroundWriter(ranks)
+
+
+def _feed(parts: Parts, *, position: int) -> Feed:
+    teachers = parts.teachers
+    return Feed(
+        parts.plan,
+        parts.data,
+        None if teachers is None else teachers.ring,
+        ranks=parts.ranks,
+        lockstep=None if teachers is None else teachers.lockstep,
+        position=position,
+        pad_id=parts.pad_id,
+        device=parts.ranks.device,
+    )
 
 
 def _loop_settings(config: TrainConfig, parts: Parts) -> LoopSettings:

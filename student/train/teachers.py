@@ -19,7 +19,7 @@ from ring.auth import load_keyring
 from ring.control import ControlLink, ZmqLinks
 from ring.core.config import RingConfig
 from ring.core.errors import ConfigError, DisaggKDError, TeacherLost
-from ring.core.messages import HeadInfo, Hello
+from ring.core.messages import HeadInfo, Hello, Welcome
 from ring.endpoints import check_exposure
 from ring.head import fetch_head
 from ring.local_control import LocalPort, local_pair
@@ -90,16 +90,7 @@ def connected(
         )
         stack.enter_context(ring)
         welcome = ring.wait_welcome(timeout_s=config.teacher_timeout)
-        if max_tokens > welcome.max_tokens:
-            raise ConfigError(
-                f"a microbatch has up to {max_tokens} tokens, the teacher takes {welcome.max_tokens} in a request: "
-                f"lower --batch-size or --max-length, or raise the teacher's --max-batch-tokens"
-            )
-        if max_document_tokens > welcome.max_document_tokens:
-            raise ConfigError(
-                f"the longest document has {max_document_tokens} tokens, the teacher takes "
-                f"{welcome.max_document_tokens}: lower --max-length"
-            )
+        _check_limits(welcome, max_tokens=max_tokens, max_document_tokens=max_document_tokens)
         wire_dtype = welcome.wire_dtypes[0]
         slots_bytes = ring.open(
             max_rows=max_rows, wire_dtype=wire_dtype, max_tokens=max_tokens, max_document_tokens=max_document_tokens
@@ -120,6 +111,20 @@ def connected(
             bias=bias,
             fingerprint=welcome.fingerprint,
             lockstep=None if cut is None else cut(),
+        )
+
+
+def _check_limits(welcome: Welcome, *, max_tokens: int, max_document_tokens: int) -> None:
+    """Raises ConfigError: the teacher takes less in a request than a microbatch has."""
+    if max_tokens > welcome.max_tokens:
+        raise ConfigError(
+            f"a microbatch has up to {max_tokens} tokens, the teacher takes {welcome.max_tokens} in a request: "
+            f"lower --batch-size or --max-length, or raise the teacher's --max-batch-tokens"
+        )
+    if max_document_tokens > welcome.max_document_tokens:
+        raise ConfigError(
+            f"the longest document has {max_document_tokens} tokens, the teacher takes "
+            f"{welcome.max_document_tokens}: lower --max-length"
         )
 
 
