@@ -23,6 +23,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from ring.core.errors import ConfigError, DisaggKDError
 from student.loss.collectives import all_gather
@@ -125,7 +127,11 @@ class Ranks:
             # Whoever embeds a trainer may have met the others already.
             if not dist.is_initialized():
                 dist.init_process_group(
-                    backend, rank=self.rank, world_size=self.world_size, timeout=timedelta(seconds=timeout_s)
+                    backend,
+                    store=_meeting_place(launch),
+                    rank=self.rank,
+                    world_size=self.world_size,
+                    timeout=timedelta(seconds=timeout_s),
                 )
             self._words = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
             self._patient = dist.new_group(backend="gloo", timeout=timedelta(seconds=START_TIMEOUT_S))
@@ -286,6 +292,15 @@ def _run_id(environment: Mapping[str, str]) -> str:
     # Behind the name, in which anything may stand: the 22nd field says when the process began.
     began = starter.read_text(errors="replace").rpartition(")")[2].split()[19] if starter.exists() else ""
     return f"process {os.getppid()} {began} of {socket.gethostname()}"
+
+
+def _meeting_place(launch: Launch) -> PrefixStore:
+    """The store in which ranks find each other's addresses, as the environment names it.
+
+    torchrun keeps one server over restarts (torch 2.13), and gloo writes under the same names each time: a rank of the
+    new world could read the address of a dead one. So every start has names of its own."""
+    store, _, _ = next(rendezvous("env://", launch.rank, launch.world_size))
+    return PrefixStore(f"start-{launch.restarts}", store)
 
 
 def _mesh_of(device_type: str, world_size: int, vocab_parallel: int, *, timeout_s: float) -> DeviceMesh:
