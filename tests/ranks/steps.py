@@ -2,20 +2,28 @@
 
 No ring and no files of data: a teacher's state is a row of a table, by token, so that it is the same however rows are
 cut into microbatches and ranks. Rank 0 writes what came of each way to FILE, as tensors by `<way>/<what>`.
+
+Of float64 all is float64 here. Models cast parts of themselves to float32 whatever their weights are (Gemma's and
+Qwen3.5's norms, the routing of experts, the delta rule), and what is cast has its gradient summed over rows in float32:
+in one process too, another cut of the rows gave another sum, by 1e-7. `Float64Stays` leaves the cast out.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 
 from student.data import MicroBatch, MicroBatchPlan, Sample, TokenDataset, build_microbatch
 from student.load import LoadedStudent, prepare_student
@@ -32,9 +40,11 @@ from tests.tiny_models import TOKENIZER_VOCAB, tiny_model
 SEQUENCES_A_STEP, NUM_SAMPLES, NUM_STEPS = 12, 26, 4
 TEACHER_WIDTH = 24
 CLIP_NORM = 0.8
-FAMILIES = ("qwen3", "llama", "gemma3")
-#: Parts of them compute in float32 whatever the weights are, in an order that depends on the microbatch.
-FLOAT32_INSIDE = ("gemma3",)
+LR = 1e-2
+OPTIMIZER = AdamWSettings(weight_decay=0.01)
+FAMILIES = ("qwen3", "llama", "gemma3", "qwen3_5_moe")
+#: Taken in every world, by the first and the last accumulation: heads that are tied, and experts.
+BRIEFLY = ("qwen3", "qwen3_5_moe")
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
 
 
@@ -67,11 +77,24 @@ def ways(world: int, *, thorough: bool) -> Iterator[Way]:
     every = itertools.product(FAMILIES, DTYPES, (False, True), vocabs, batches)
     for family, dtype, fsdp, vocab, batch in every:
         way = Way(family=family, dtype=dtype, world=world, fsdp=fsdp, vocab=vocab, batch=batch)
-        if family in FLOAT32_INSIDE and dtype == "fp64":
-            continue
-        if thorough or (dtype == "fp64" and family == "qwen3" and batch in (batches[0], batches[-1])):
+        if thorough or (dtype == "fp64" and family in BRIEFLY and batch in (batches[0], batches[-1])):
             yield way
     yield Way(family="llama", dtype="fp64", world=world, fsdp=True, batch=batches[0], checkpointing=True)
+
+
+class Float64Stays(TorchFunctionMode):
+    """Within it no tensor of float64 is cast to float32."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if args and isinstance(args[0], Tensor) and args[0].dtype is torch.float64:
+            if func is Tensor.float:
+                return args[0]
+            args = tuple(torch.float64 if value is torch.float32 else value for value in args)
+            kwargs = {name: torch.float64 if value is torch.float32 else value for name, value in kwargs.items()}
+        return func(*args, **kwargs)
 
 
 class Samples(TokenDataset):
@@ -128,12 +151,15 @@ def distilled(way: Way, ranks: Ranks) -> tuple[DistilledStudent, LoadedStudent, 
 
 
 def take_steps(way: Way, ranks: Ranks) -> dict[str, Tensor]:
-    """Gradients of the first step; losses, norms, held-out loss and weights after NUM_STEPS; whole on every rank."""
+    """Gradients of the first step; losses, norms, held-out loss and weights after NUM_STEPS; whole on every rank.
+
+    Of one process also `reach`: how far AdamW carries an error of the gradients into each weight."""
     dataset = Samples()
     module, student, shard = distilled(way, ranks)
     vocab = {} if shard is None else dict.fromkeys(shard.parameters, shard.num_columns)
     shares = Shares(module, ranks, vocab=vocab)
-    optimizer = StudentOptimizer(shares.locals(), AdamWSettings(weight_decay=0.01))
+    optimizer = StudentOptimizer(shares.locals(), OPTIMIZER)
+    reach = {name: torch.zeros(share.local.shape, dtype=torch.float64) for name, share in shares.by_name.items()}
     plan = MicroBatchPlan(
         row_counts=dataset.row_counts,
         lengths=dataset.lengths,
@@ -160,14 +186,28 @@ def take_steps(way: Way, ranks: Ranks) -> dict[str, Tensor]:
             found |= {f"gradients/{name}": whole_of(share, share.local.grad) for name, share in shares.by_name.items()}
         norms.append(shares.clip(max_norm=CLIP_NORM))
         losses.append(sum(row[0] for row in ranks.gather_floats([loss])))
-        optimizer.step(lr=1e-2)
+        optimizer.step(lr=LR)
+        for name, of_weight in reach.items():
+            of_weight += reach_of_step(optimizer.state_tensors()[f"exp_avg_sq.{name}"], step.step)
     found["loss"] = torch.tensor(losses, dtype=torch.float64)
     found["norm"] = torch.tensor(norms, dtype=torch.float64)
     mine = [build_microbatch(dataset, replace(p, seq=None)) for p in next(iter(plan.steps())).microbatches]
     found["held_out"] = torch.tensor([held_out(module, mine, ranks, way)], dtype=torch.float64)
     found |= {f"weights/{name}": whole_of(share, share.local) for name, share in shares.by_name.items()}
+    if way.world == 1:
+        found |= {f"reach/{name}": of_weight for name, of_weight in reach.items()}
     assert student.model.training
     return found
+
+
+def reach_of_step(exp_avg_sq: Tensor, step: int) -> Tensor:
+    """At most how far a step moves each weight for an error of the gradient, as part of the gradient's norm.
+
+    AdamW moves a weight by lr m / (sqrt(v) + eps), both averages of gradients up to now. An error d in each of them
+    changes m by d at most and sqrt(v) too, and m is at most 2 sqrt(v) in the first steps: in all 3 lr d / (sqrt(v) +
+    eps). Of a gradient near 0 that is a whole step: its sign may be any."""
+    v = exp_avg_sq.double() / (1 - OPTIMIZER.beta2**step)
+    return 3 * LR * math.sqrt(float(v.sum())) / (v.sqrt() + OPTIMIZER.eps)
 
 
 def whole_of(share: Share, local: Tensor | None) -> Tensor:
@@ -197,7 +237,9 @@ def main() -> None:
             worlds[way.vocab] = Ranks(
                 launch, device=torch.device("cpu"), timeout_s=120, vocab_parallel=way.vocab, wants_groups=True
             )
-        results = take_steps(way, worlds[way.vocab])
+        # A pass that is computed anew, in the backward pass, is computed outside of the mode.
+        with Float64Stays() if way.dtype == "fp64" and not way.checkpointing else nullcontext():
+            results = take_steps(way, worlds[way.vocab])
         found |= {f"{way.name}/{what}": value.clone() for what, value in results.items()}
     if launch.rank == 0:
         save_file(found, out)
