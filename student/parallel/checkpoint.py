@@ -10,6 +10,7 @@ or not at all, as for one process; a shared file system is the user's part.
 
 from __future__ import annotations
 
+import logging
 import threading
 import warnings
 from collections.abc import Iterator, Mapping
@@ -33,6 +34,8 @@ from student.checkpoint import SHARDS_DIR, Checkpoint, CheckpointError, TrainSta
 from student.load import quiet_transformers
 from student.parallel.ranks import Ranks
 from student.parallel.shares import Shares
+
+logger = logging.getLogger(__name__)
 
 _MODEL, _OPTIMIZER = "model/", "optimizer/"
 #: How the module's names begin where the model's own end.
@@ -110,37 +113,62 @@ def write_sharded_checkpoint(root: Path, state: TrainState, *, ranks: Ranks, par
 class BackgroundWriter:
     """Writes sharded checkpoints in a thread while training goes on. At most one is under way.
 
-    Its tensors are copied to host memory first, so that the next step may change them."""
+    Its tensors are copied to host memory first, so that the next step may change them. One that fails costs neither the
+    run nor the next checkpoint; but training waits for that one, so that a run that can save nothing more ends."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks.in_background()
         self._thread: threading.Thread | None = None
+        self._step = 0
         self._error: Exception | None = None
 
     def write(self, root: Path, state: TrainState, *, parts: CheckpointParts, keep: int) -> None:
-        """Begin; all ranks together. Raises as `finish`, of the one before, or that a rank has no memory for this."""
-        self.finish()
+        """Begin; all ranks together. After one that failed: begin, and wait for it.
+
+        Raises what `parts.staged` raises, here or on another rank, RankLost, and, where it waits, as `finish`."""
+        failed_step = self._step if self._has_failed() else None
         # The thread, whose words these are otherwise, is at its end.
         staged = self._ranks.together(parts.staged)
 
         def run() -> None:
             try:
                 write_sharded_checkpoint(root, state, ranks=self._ranks, parts=staged, keep=keep)
-            except Exception as error:  # noqa: BLE001 - raised by `finish`
+            except Exception as error:  # noqa: BLE001 - said or raised once the thread is waited for
                 self._error = error
 
+        self._step = state.step
         self._thread = threading.Thread(target=run, name="checkpoint", daemon=True)
         self._thread.start()
+        if failed_step is not None:
+            self.finish()
+            if self._ranks.is_first:
+                logger.info("checkpoint of step %d is there, after that of step %d failed", state.step, failed_step)
 
     def finish(self) -> None:
         """Wait for the one under way. Raises what it failed with: CheckpointError, RankFailed, RankLost."""
+        if (error := self._settle()) is not None:
+            raise error
+
+    def _has_failed(self) -> bool:
+        """Whether the one under way failed, which is said. Raises RankLost."""
+        error = self._settle()
+        if error is None:
+            return False
+        if not self._ranks.is_known_to_all(error):
+            raise error
+        if self._ranks.is_first:
+            logger.warning(
+                "no checkpoint of step %d: %s; training goes on, and waits for the next one", self._step, error
+            )
+        return True
+
+    def _settle(self) -> Exception | None:
         if self._thread is None:
-            return
+            return None
         self._thread.join()
         self._thread = None
         error, self._error = self._error, None
-        if error is not None:
-            raise error
+        return error
 
 
 def load_model_parts(checkpoint: Checkpoint, model: Any, shares: Shares) -> None:
@@ -185,7 +213,9 @@ def _save(directory: Path, tensors: dict[str, Tensor], ranks: Ranks) -> None:
         writer = HuggingFaceStorageWriter(str(directory), save_distributed=True)
         save(tensors, storage_writer=writer, process_group=ranks.patient_group)
     except (OSError, ValueError, RuntimeError, CheckpointException) as error:
-        raise CheckpointError(f"rank {ranks.rank} could not write its part: {_reason(error)}") from error
+        # Of the failure of one rank all others hear too.
+        failed = sorted(error.failures) if isinstance(error, CheckpointException) else [ranks.rank]
+        raise CheckpointError(f"rank {failed[0]} could not write its part: {_reason(error)}") from error
 
 
 def _load(checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> None:
@@ -214,7 +244,7 @@ def _refusal(checkpoint: Checkpoint) -> Iterator[None]:
 def _reason(error: BaseException) -> str:
     """In a line; torch's own error brings the traceback of every rank that failed."""
     if isinstance(error, CheckpointException):
-        causes = [cause for cause, _ in error.failures.values()]
+        causes = [cause for _, (cause, _) in sorted(error.failures.items())]
         error = causes[0] if causes else error
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 

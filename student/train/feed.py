@@ -117,7 +117,7 @@ class Feed:
         ring, lease = self._ring if batch.num_rows else None, None
         if self._lockstep is not None:
             # What could not be asked for never comes to the teacher.
-            self._lockstep.turn(ring if self._failure is None else None)
+            self._failure = self._lockstep.turn(ring if self._failure is None else None) or self._failure
         while True:
             standing, failure = Standing.READY, self._failure
             if failure is None and ring is not None and lease is None:

@@ -3,6 +3,9 @@
 Every rank's ring asks the teacher in its own process, and gets its fills there. But a pass gathers weights from all
 ranks, and ranks need different numbers of passes: a long microbatch may take two, one without a row takes none. So a
 turn lasts as long as any rank has a pass left; those that have none join with a token of padding.
+
+A rank on which a pass fails still gathers what is left of that pass, and of the others' passes in that turn: they would
+else wait in it for ever. Then it says, when the ranks next agree, that its teacher is lost.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-from ring.core.errors import DisaggKDError
+from ring.core.errors import DisaggKDError, TeacherLost
 from ring.prefetch import Ring
 from student.parallel.ranks import RankLost, Ranks
 from student.parallel.sharding import blocks_of
@@ -33,9 +36,15 @@ class SharedBody(nn.Module):
         super().__init__()
         self.num_passes = 0
         self._ranks = ranks
-        for block in blocks_of(split.model):
-            fully_shard(block, mesh=ranks.mesh, reshard_after_forward=True)
+        self._has_failed = False
+        self._num_gathered = 0
+        blocks = [fully_shard(block, mesh=ranks.mesh, reshard_after_forward=True) for block in blocks_of(split.model)]
         self.body: Any = fully_shard(split.body, mesh=ranks.mesh, reshard_after_forward=True)
+        #: Whatever gathers weights, in the order in which a pass does.
+        self._parts: list[Any] = [self.body, *blocks]
+        for part in self._parts:
+            # Behind FSDP's own hook, so that the part has been gathered when this runs.
+            part.register_forward_pre_hook(self._count_gathered)
         # Behind a tied embedding stands the head's own reference to the whole weight.
         split.weight_VH = split.weight_VH[:0].clone()
         split.head.weight = nn.Parameter(split.weight_VH, requires_grad=False)
@@ -43,20 +52,48 @@ class SharedBody(nn.Module):
         split.body = self
 
     def forward(self, input_ids: Tensor, use_cache: bool) -> Any:
-        """As the body's own. Raises RankLost."""
+        """As the body's own; the other ranks come through a pass that fails here. Raises RankLost."""
         self._ranks.gather([1])
         self.num_passes += 1
         return self._pass(input_ids)
 
     def join(self) -> None:
-        """This rank has no pass left in this turn: make those of the others with them. Raises RankLost."""
+        """This rank has no pass left in this turn: make those of the others with them.
+
+        Raises RankLost. Raises whatever a pass fails with here; the others know nothing of it."""
+        failure: Exception | None = None
         while any(row[0] for row in self._ranks.gather([0])):
-            self._pass(torch.zeros(1, 1, dtype=torch.int64, device=self._ranks.device))
+            try:
+                self._pass(torch.zeros(1, 1, dtype=torch.int64, device=self._ranks.device))
+            except Exception as error:  # noqa: BLE001 - raised below, once the others have made their passes
+                failure = failure or error
+        if failure is not None:
+            raise failure
 
     def _pass(self, input_ids: Tensor) -> Any:
+        self._num_gathered = 0
         # Gathered weights outlive a pass, so they can't be tensors of inference mode.
         with torch.inference_mode(False), torch.no_grad():
-            return self.body(input_ids=input_ids.clone(), use_cache=False)
+            if self._has_failed:
+                return self._gather_the_rest()
+            try:
+                return self.body(input_ids=input_ids.clone(), use_cache=False)
+            except Exception:
+                self._has_failed = True
+                self._gather_the_rest()
+                raise
+
+    def _count_gathered(self, part: nn.Module, inputs: tuple[Any, ...]) -> None:
+        self._num_gathered += 1
+
+    def _gather_the_rest(self) -> None:
+        """This rank's side of what a pass has not gathered yet, without computing anything."""
+        for part in self._parts[: self._num_gathered]:
+            # One that is still whole would not be gathered again in the next pass.
+            part.reshard()
+        for part in self._parts[self._num_gathered :]:
+            part.unshard()
+            part.reshard()
 
 
 class Lockstep:
@@ -66,11 +103,12 @@ class Lockstep:
         """work: take what is asked, and compute the oldest request if there is one; whether there was anything."""
         self._body, self._work = body, work
 
-    def turn(self, ring: Ring | None) -> None:
+    def turn(self, ring: Ring | None) -> DisaggKDError | None:
         """The passes of the next microbatch of all ranks. ring: where this rank asked for its own; None: it did not.
 
-        Raises RankLost: also where the teacher failed on this rank, since the others can't hear of it any more."""
-        before = self._body.num_passes
+        Returns what its teacher failed with on this rank: then it is not to be asked any more, and the others have yet
+        to hear of it. Raises RankLost."""
+        before, failure = self._body.num_passes, None
         try:
             while ring is not None and self._body.num_passes == before:
                 if self._work():
@@ -79,6 +117,14 @@ class Lockstep:
                     # The request never arrives. The others hear of it when they next agree.
                     break
                 time.sleep(POLL_S)
-            self._body.join()
+        except RankLost:
+            raise
         except DisaggKDError as error:
-            raise error if isinstance(error, RankLost) else RankLost(str(error)) from error
+            failure = error
+        try:
+            self._body.join()
+        except RankLost:
+            raise
+        except Exception as error:  # noqa: BLE001 - returned: the others are to hear of it first
+            failure = failure or TeacherLost(f"the teacher in this process failed: {type(error).__name__}: {error}")
+        return failure

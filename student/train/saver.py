@@ -33,7 +33,7 @@ class Saver:
     def save(self, now: Progress) -> None:
         """A checkpoint of the present state; all ranks together. In the background it is durable after `finish` only.
 
-        Raises CheckpointError, RankFailed, RankLost: of this one, or of the one before."""
+        Raises CheckpointError, RankFailed, RankLost. One before that failed in the background is only said."""
         parts, ranks = self.parts, self.parts.ranks
         # First: no checkpoint may survive a power cut without the metrics that lead to it.
         ranks.together(self._sync_records)

@@ -7,6 +7,7 @@ that the trainer calls fails, on one rank only.
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import sys
 import time
@@ -17,6 +18,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.checkpoint.staging import DefaultStager
 
+import student.parallel.checkpoint as checkpoint
 import student.train.lockstep as lockstep
 import student.train.loop as loop
 from ring.core.errors import ConfigError, LocalProtocolError
@@ -69,6 +71,36 @@ def break_pump() -> None:
     lockstep.time = SimpleNamespace(sleep=sleep)  # type: ignore[assignment]
 
 
+def break_teacher(place: Callable[[lockstep.SharedBody], nn.Module]) -> None:
+    """A part of the colocated teacher fails in the midst of a pass, which all ranks make together, and ever after."""
+    make = lockstep.SharedBody.__init__
+
+    def failing(body: lockstep.SharedBody, *arguments: Any) -> None:
+        make(body, *arguments)
+        fail_at(place(body), "forward", RuntimeError("no memory for this\nat all"))
+
+    lockstep.SharedBody.__init__ = failing  # type: ignore[method-assign]
+
+
+def fill_disk(*, after: int, until: int) -> None:
+    """While these checkpoints' parts are written, no file may grow beyond 4 KiB: the kernel refuses, as a full disk."""
+    write, calls = checkpoint._save, 0
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+
+    def filled(*arguments: Any) -> None:
+        nonlocal calls
+        calls += 1
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if after < calls <= until:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+        try:
+            write(*arguments)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    checkpoint._save = filled
+
+
 def tear_last_checkpoint() -> None:
     """The disk loses a part of the newest one, just before the model is exported from it."""
     export = Saver.export
@@ -97,6 +129,11 @@ FAULTS: dict[str, Callable[[], None]] = {
     "pump": break_pump,
     "records": lambda: fail_at(MetricsFile, "sync", CheckpointError("no space left for metrics.jsonl"), after=2),
     "memory": lambda: fail_at(DefaultStager, "stage", RuntimeError("not enough memory: you tried"), after=1),
+    "embedding": lambda: break_teacher(lambda shared: shared.body.get_input_embeddings()),
+    "layer": lambda: break_teacher(lambda shared: shared.body.layers[0].mlp),
+    "norm": lambda: break_teacher(lambda shared: shared.body.norm),
+    "full": lambda: fill_disk(after=0, until=1),
+    "full for good": lambda: fill_disk(after=1, until=sys.maxsize),
     "torn": tear_last_checkpoint,
     "evaluation": die_evaluating,
 }

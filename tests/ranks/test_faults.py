@@ -50,6 +50,27 @@ def test_what_never_reaches_a_teacher_in_turns_is_not_waited_for(
     assert world.first.checkpoints == [f"step-{world.first.steps_taken:08d}"]
 
 
+@pytest.mark.parametrize(("fault", "rank"), [("embedding", 1), ("layer", 0), ("norm", 1)])
+def test_a_teacher_that_fails_in_the_midst_of_a_pass_of_all_is_lost_in_order(
+    inputs: Inputs, start_world: StartWorld, fault: str, rank: int
+) -> None:
+    """The other rank waits in that pass for what the failed one has yet to gather."""
+    world = start_world(
+        *("--layout", "colocated", "--teacher", inputs.teacher, "--fsdp", "--ring-depth", 2, *MANY_STEPS),
+        size=2,
+        **with_fault(fault, rank=rank),
+    )
+    assert world.wait() == [3, 3], world.tail()
+    assert (
+        last_error(world.ranks[rank]) == "the teacher in this process failed: RuntimeError: no memory for this at all"
+    )
+    assert last_error(world.ranks[1 - rank]).startswith(f"rank {rank} has lost its teacher")
+    taken = world.first.steps_taken
+    assert taken > 0
+    assert world.first.checkpoints == [f"step-{taken:08d}"]
+    assert world.summary["ending"].startswith("TeacherLost: ")
+
+
 @pytest.mark.parametrize(
     ("fault", "rank", "words"),
     [("records", 0, "no space left for metrics.jsonl"), ("memory", 1, "not enough memory")],
@@ -64,6 +85,30 @@ def test_a_checkpoint_that_one_rank_can_t_begin_ends_all_with_its_words(
     assert words in last_error(world.ranks[rank])
     assert last_error(world.ranks[1 - rank]).startswith(f"rank {rank} failed: ")
     assert words in last_error(world.ranks[1 - rank])
+
+
+def test_a_checkpoint_that_fails_in_the_background_costs_neither_the_next_one_nor_the_run(
+    endpoint: str, start_world: StartWorld
+) -> None:
+    flags = ("--steps", 6, "--checkpoint-every", 2)
+    world = start_world("--teacher", endpoint, *flags, size=2, **with_fault("full", rank=1))
+    world.succeed()
+    assert world.first.checkpoints == ["step-00000004", "step-00000006"]
+    (said,) = (line for line in world.first.errors.splitlines() if "no checkpoint of step 2" in line)
+    assert "rank 1 could not write its part: OSError: [Errno 27]" in said
+    assert "training goes on, and waits for the next one" in said
+    assert "checkpoint of step 4 is there, after that of step 2 failed" in world.first.errors
+    assert "step 6 is there" not in world.first.errors
+
+
+def test_a_run_that_can_save_nothing_more_ends(endpoint: str, start_world: StartWorld) -> None:
+    flags = ("--checkpoint-every", 2, *MANY_STEPS)
+    world = start_world("--teacher", endpoint, *flags, size=2, **with_fault("full for good", rank=1))
+    assert world.wait() == [1, 1], world.tail()
+    assert "rank 1 could not write its part" in last_error(world.ranks[1])
+    assert "no checkpoint of step 4" in world.first.errors, "the second is waited for"
+    assert world.first.checkpoints == ["step-00000002"]
+    assert world.first.steps_taken == 6
 
 
 def test_a_model_is_never_exported_from_an_older_step(endpoint: str, start_world: StartWorld) -> None:
