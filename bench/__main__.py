@@ -14,7 +14,7 @@ BENCHES = {
     "transport": Entry("bench.bench_transport", "bytes a second of each transport, against memcpy and a raw socket"),
     "pipeline": Entry("bench.bench_pipeline", "a step against the slower of teacher and student alone"),
     "core": Entry("bench.bench_core", "what the ring's state machines cost a fill, with up to 1,000 replicas"),
-    "ranks": Entry("bench.bench_ranks", "the loss over a group of ranks, and a ring for every rank"),
+    "ranks": Entry("bench.bench_ranks", "a step and its loss over several ranks, and a ring for every rank"),
     "loss": Entry("bench.bench_kd_loss", "time and memory of the fused loss, against the full one"),
 }
 #: Runs some of the benches itself, and the trainings beside them: no part of `all`.
