@@ -18,7 +18,7 @@ import torch
 from ring.core.errors import PeerLost, TransportClosed
 from ring.core.messages import Description, FillId
 from transport.contract import Arrival, Backend, Capabilities, Fence, Receiver, Sender, Ticket
-from transport.fills import check_put
+from transport.fills import Part, check_put, joined
 from transport.memory import SlotArena
 from transport.wakeup import Wakeup
 
@@ -230,7 +230,7 @@ class FaultySender(Sender):
         elif kind == "delay":
             self._delayed.append(_Delayed(self._dice.delay_polls(), ticket, fill, header, parts))
         elif kind == "cut":
-            whole = torch.cat(sources) if sources else torch.empty(0, dtype=torch.uint8)
+            whole = joined(sources)
             self._inner.put(fill, header=header, parts=[whole[: whole.numel() // 2]])
             self._inner.close()
             self._is_cut = True
@@ -276,12 +276,12 @@ class FaultySender(Sender):
         for later in due:
             self._ours[self._inner.put(later.fill, header=later.header, parts=later.parts)] = later.ticket
 
-    def _put_corrupted(self, fill: FillId, header: bytes, sources: Sequence[torch.Tensor]) -> Ticket:
+    def _put_corrupted(self, fill: FillId, header: bytes, sources: Sequence[Part]) -> Ticket:
         if not sources:
             damaged = bytearray(header or b"\0")
             damaged[self._dice.position(len(damaged))] ^= 1
             return self._inner.put(fill, header=bytes(damaged), parts=[])
-        whole = torch.cat(list(sources))
+        whole = joined(sources)
         whole[self._dice.position(whole.numel())] ^= 1
         return self._inner.put(fill, header=header, parts=[whole])
 

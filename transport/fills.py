@@ -7,16 +7,25 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 import torch
 
 from ring.core.errors import LocalProtocolError
 from ring.core.messages import FillId
 from transport.contract import MAX_HEADER_BYTES
-from transport.memory import byte_tensor
+from transport.memory import byte_tensor, check_plain
 
 #: Every number of a FillId travels as a 64-bit integer.
 MAX_FILL_NUMBER = 2**63 - 1
+
+
+class Part(NamedTuple):
+    """Where the bytes of one tensor of a put are; keeps them alive."""
+
+    tensor: torch.Tensor
+    address: int
+    num_bytes: int
 
 
 class ArmedFills:
@@ -74,28 +83,38 @@ def check_fill(fill: FillId, *, num_slots: int) -> None:
 
 def check_put(
     fill: FillId, *, header: bytes, parts: Sequence[torch.Tensor], num_slots: int, slot_bytes: int
-) -> list[torch.Tensor]:
-    """The parts as flat byte tensors, empty ones left out. Raises LocalProtocolError: see Sender.put."""
+) -> list[Part]:
+    """The parts that are not empty. Raises LocalProtocolError: see Sender.put.
+
+    It comes right before a copy that leaves no cache warm, so it counts: views of each tensor cost 30 us a fill."""
     check_fill(fill, num_slots=num_slots)
     if len(header) > MAX_HEADER_BYTES:
         raise LocalProtocolError(f"{fill}: a header of {len(header)} bytes; allowed: {MAX_HEADER_BYTES}")
-    sources = [source for source in map(byte_tensor, parts) if source.numel() > 0]
+    sources: list[Part] = []
+    for tensor in parts:
+        check_plain(tensor)
+        if tensor.nbytes > 0:
+            sources.append(Part(tensor, tensor.data_ptr(), tensor.nbytes))
     num_bytes = total_bytes(sources)
     if num_bytes > slot_bytes:
         raise LocalProtocolError(f"{fill}: {num_bytes} bytes were put; a slot holds {slot_bytes}")
     return sources
 
 
-def total_bytes(sources: Sequence[torch.Tensor]) -> int:
-    return sum(source.numel() for source in sources)
+def joined(parts: Sequence[Part]) -> torch.Tensor:
+    """A copy of all their bytes."""
+    return torch.cat([byte_tensor(part.tensor) for part in parts]) if parts else torch.empty(0, dtype=torch.uint8)
 
 
-def copy_into(slot: torch.Tensor, sources: Sequence[torch.Tensor]) -> None:
-    """Write flat byte tensors one after the other to the beginning of a slot; releases the GIL meanwhile."""
-    if total_bytes(sources) > slot.numel():
-        raise LocalProtocolError(f"{total_bytes(sources)} bytes don't fit into {slot.numel()}")
-    offset = 0
-    for source in sources:
+def total_bytes(parts: Sequence[Part]) -> int:
+    return sum(part.num_bytes for part in parts)
+
+
+def copy_into(slot: torch.Tensor, parts: Sequence[Part]) -> None:
+    """Write the parts, which `check_put` found to fit, one after the other to the beginning of a slot; releases the GIL
+    meanwhile."""
+    address = slot.data_ptr()
+    for part in parts:
         # An eighth faster than Tensor.copy_, which does not write past the cache, and takes no core from the forward.
-        ctypes.memmove(slot.data_ptr() + offset, source.data_ptr(), source.numel())
-        offset += source.numel()
+        ctypes.memmove(address, part.address, part.num_bytes)
+        address += part.num_bytes

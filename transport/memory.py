@@ -124,7 +124,13 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
 def byte_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Like `as_bytes`, as a one-dimensional uint8 tensor."""
     # numpy knows no bfloat16, so every dtype goes through uint8; a 0-d tensor can't change its dtype, hence view(-1).
-    if tensor.device.type != "cpu" or tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
+    check_plain(tensor)
+    return tensor.detach().view(-1).view(torch.uint8)
+
+
+def check_plain(tensor: torch.Tensor) -> None:
+    """Raises LocalProtocolError: its bytes don't lie one after the other in plain memory of the CPU."""
+    if not tensor.is_cpu or tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
         raise LocalProtocolError(
             f"a part must be plain memory on the CPU, got {tensor.layout} {tensor.dtype} on {tensor.device}"
         )
@@ -132,7 +138,6 @@ def byte_tensor(tensor: torch.Tensor) -> torch.Tensor:
         raise LocalProtocolError(
             f"a part must be contiguous, got shape {tuple(tensor.shape)} with strides {tensor.stride()}"
         )
-    return tensor.detach().view(-1).view(torch.uint8)
 
 
 def check_free_memory(needed_bytes: int, *, purpose: str) -> None:

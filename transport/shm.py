@@ -259,7 +259,6 @@ class ShmSender(Sender):
                 fill, header=header, parts=parts, num_slots=self._num_slots, slot_bytes=self._slot_bytes
             )
             self._check_open(f"{fill} was put")
-            self._notice_end()
             if self._lost is not None:
                 raise PeerLost(self._lost)
             self._writing = True

@@ -32,7 +32,7 @@ from ring.core.messages import Description, FillId
 from transport import ucx_core, ucx_library
 from transport.contract import Capabilities, Sender, Ticket
 from transport.devices import local_host_towards, rdma_devices
-from transport.fills import check_put, total_bytes
+from transport.fills import Part, check_put, joined, total_bytes
 from transport.host import host_id as own_host_id
 from transport.memory import SlotArena, as_bytes
 from transport.ucx_core import Transfer
@@ -137,7 +137,7 @@ class _Outgoing:
     ticket: Ticket
     fill: FillId
     header: bytes
-    sources: list[torch.Tensor]
+    sources: list[Part]
     transfers: list[Transfer] = field(default_factory=list)
 
     @property
@@ -153,8 +153,8 @@ class _Outgoing:
         return not all(transfer.is_done for transfer in self.transfers)
 
     def announcement(self) -> bytes:
-        sizes = [] if self.is_inline else [source.numel() for source in self.sources]
-        inline = [bytes(as_bytes(source)) for source in self.sources] if self.is_inline else []
+        sizes = [] if self.is_inline else [source.num_bytes for source in self.sources]
+        inline = [bytes(as_bytes(source.tensor)) for source in self.sources] if self.is_inline else []
         fixed = ANNOUNCE.pack(
             KIND_ANNOUNCE, self.ticket.number, *self.fill, self.num_bytes, len(self.header), len(sizes)
         )
@@ -189,7 +189,9 @@ class UcxSender(Sender):
             if self._lost is not None:
                 raise PeerLost(self._lost)
             if len(sources) > _MAX_PARTS:
-                sources = [torch.cat(sources)]
+                sources = check_put(
+                    fill, header=header, parts=[joined(sources)], num_slots=self._num_slots, slot_bytes=self._slot_bytes
+                )
             self._num_puts += 1
             outgoing = _Outgoing(Ticket(self._num_puts), fill, header, sources)
             self._unacknowledged[outgoing.ticket.number] = outgoing
@@ -254,7 +256,7 @@ class UcxSender(Sender):
                 continue
             for part, source in enumerate(outgoing.sources):
                 tag = payload_tag(self._token, outgoing.fill, outgoing.num_bytes, part)
-                outgoing.transfers.append(self._link.send(as_bytes(source), tag=tag))
+                outgoing.transfers.append(self._link.send(as_bytes(source.tensor), tag=tag))
             self._moving.append(outgoing)
 
     def _confirm(self) -> None:

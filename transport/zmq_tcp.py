@@ -22,7 +22,7 @@ import zmq
 from ring.core.errors import PeerLost, RemoteProtocolError, TransportClosed
 from ring.core.messages import Description, FillId
 from transport.contract import MAX_HEADER_BYTES, Arrival, Capabilities, Fence, Receiver, Sender, Ticket
-from transport.fills import ArmedFills, check_put, total_bytes
+from transport.fills import ArmedFills, Part, check_put, total_bytes
 from transport.memory import SlotArena, as_bytes
 from transport.zmq_link import (
     ACK,
@@ -381,11 +381,11 @@ class ZmqSender(Sender):
             tickets.append(Ticket(number))
 
 
-def _messages(ticket: Ticket, fill: FillId, header: bytes, sources: Sequence[torch.Tensor]) -> Iterator[_Message]:
+def _messages(ticket: Ticket, fill: FillId, header: bytes, sources: Sequence[Part]) -> Iterator[_Message]:
     """All messages of a put."""
     yield ANNOUNCE.pack(KIND_ANNOUNCE, ticket.number, *fill, total_bytes(sources)) + header, None
     index = 0
-    for source in map(as_bytes, sources):
-        for begin in range(0, len(source), CHUNK_BYTES):
-            yield CHUNK.pack(KIND_CHUNK, ticket.number, index), source[begin : begin + CHUNK_BYTES]
+    for data in (as_bytes(source.tensor) for source in sources):
+        for begin in range(0, len(data), CHUNK_BYTES):
+            yield CHUNK.pack(KIND_CHUNK, ticket.number, index), data[begin : begin + CHUNK_BYTES]
             index += 1

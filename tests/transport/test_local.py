@@ -13,7 +13,7 @@ from ring.core.messages import FillId
 from tests.transport.peers import HANG_GUARD_S, wait_readable
 from transport import local
 from transport.contract import Fence, Receiver, Sender
-from transport.fills import copy_into
+from transport.fills import Part, copy_into
 from transport.memory import SlotArena
 
 FILL = FillId(1, 1, 0)
@@ -45,13 +45,13 @@ class HalfWay:
         self.reached, self.go_on = threading.Event(), threading.Event()
         monkeypatch.setattr(local, "copy_into", self._copy)
 
-    def _copy(self, slot: torch.Tensor, sources: Sequence[torch.Tensor]) -> None:
+    def _copy(self, slot: torch.Tensor, sources: Sequence[Part]) -> None:
         (source,) = sources
-        half = source.numel() // 2
-        copy_into(slot[:half], [source[:half]])
+        half = source.num_bytes // 2
+        copy_into(slot, [source._replace(num_bytes=half)])
         self.reached.set()
         assert self.go_on.wait(HANG_GUARD_S)
-        copy_into(slot[half:], [source[half:]])
+        copy_into(slot[half:], [source._replace(address=source.address + half, num_bytes=source.num_bytes - half)])
 
 
 @pytest.fixture

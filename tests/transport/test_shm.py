@@ -21,6 +21,7 @@ from tests.transport.peers import HANG_GUARD_S, Peer, digest, payload_digest, wa
 from tests.transport.test_memory import few_descriptors, num_mappings
 from transport import shm
 from transport.contract import Fence, Receiver, Sender
+from transport.fills import Part
 from transport.memory import SlotArena
 
 SLOT_BYTES = 4096
@@ -315,7 +316,7 @@ def test_a_teacher_that_closes_in_the_middle_of_its_own_put_writes_nothing_after
 
     copy_into = shm.copy_into
 
-    def copy_and_be_interrupted(slot: torch.Tensor, sources: list[torch.Tensor]) -> None:
+    def copy_and_be_interrupted(slot: torch.Tensor, sources: list[Part]) -> None:
         copy_into(slot, sources[:1])
         signal.raise_signal(signal.SIGUSR1)
         assert receiver.poll() == []  # no end yet: the second part is still to be written
