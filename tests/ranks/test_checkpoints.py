@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from student.rng import RngState, capture_rng, restore_rng
 from student.train.resume import restore_generators
 from tests.ranks.conftest import NUM_STEPS, StartWorld
 from tests.ranks.test_runs import assert_same_curve
+from tests.ranks.world import World
 from tests.system.conftest import Inputs, Start
 from tests.system.processes import Command, check_refusal, curve, environment
 
@@ -106,6 +108,46 @@ def test_a_world_that_is_started_anew_goes_on_from_the_last_checkpoint(
     again.succeed()
     assert_same_curve(again.out, one_rank_curve)
     assert "resuming from" in again.first.errors
+
+
+def kill_with_a_checkpoint(world: World, *, before: Callable[[], None] = lambda: None) -> None:
+    """As torchrun does when one of them is gone. before: what happens just before."""
+    world.first.until(lambda: bool(world.first.checkpoints), "a checkpoint is there")
+    before()
+    for rank in world.ranks:
+        rank.send(signal.SIGKILL)
+    world.wait()
+
+
+def test_fills_of_the_former_generation_are_refused(
+    one_rank_curve: list[dict[str, Any]], endpoint: str, start_teacher: Start, start_world: StartWorld
+) -> None:
+    """One of two replicas goes on answering the ranks that were killed, rightly in all else."""
+    confused = start_teacher(command=("tests.ranks.former_teacher",))
+    flags = ("--teacher", confused.endpoint, endpoint, "--checkpoint-every", 2, "--fsdp", "--run-name", "job")
+    kill_with_a_checkpoint(start_world(*flags, size=2))
+    again = start_world(*flags, size=2, restarts=1)
+    again.succeed()
+    assert_same_curve(again.out, one_rank_curve)
+    assert again.summary["drops_by_cause"]["wrong_epoch"] > 0
+    (said, *_) = (line for line in again.first.errors.splitlines() if "student epoch is" in line)
+    assert confused.endpoint in said
+
+
+@pytest.mark.parametrize("transport", ["zmq", pytest.param("shm", marks=pytest.mark.slow)])
+def test_what_the_former_generation_asked_for_never_reaches_the_next_one(
+    one_rank_curve: list[dict[str, Any]], start_teacher: Start, start_world: StartWorld, transport: str
+) -> None:
+    """A stopped teacher holds what it was asked for. When it wakes up, the next generation is there."""
+    teacher = start_teacher()
+    flags = ("--teacher", teacher.endpoint, "--checkpoint-every", 2, "--transport", transport, "--run-name", "job")
+    kill_with_a_checkpoint(start_world(*flags, size=2), before=lambda: teacher.send(signal.SIGSTOP))
+    again = start_world(*flags, size=2, restarts=1)
+    again.first.until(lambda: "started anew" in again.first.errors, "it is about to ask")
+    teacher.send(signal.SIGCONT)
+    again.succeed()
+    assert_same_curve(again.out, one_rank_curve)
+    assert again.summary["drops"] == 0
 
 
 def test_a_restart_goes_on_with_no_run_but_its_own(endpoint: str, start_world: StartWorld) -> None:
