@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import re
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeVar, get_args, get_origin, get_type_hints
 
 from jsonargparse import ActionConfigFile, ArgumentError, ArgumentParser
 
+from ring.config_file import allowed_values, check_files, closest
 from ring.core.errors import ConfigError, DisaggKDError
 
 if TYPE_CHECKING:
@@ -25,6 +27,12 @@ else:
     ConfigT = TypeVar("ConfigT")
 
 FlagT = TypeVar("FlagT")
+
+#: How the parser says that a value is of the wrong type.
+_WRONG_VALUE = re.compile(
+    r'Parser key "(?P<key>\w+)"(?P<element> element \d+)?: .*(?:Got value|Given value): (?P<value>.*)'
+)
+_UNKNOWN_FLAG = re.compile(r"unrecognized arguments: (?P<flag>--[^ =]+).*")
 
 
 def flag(default: FlagT, text: str, *, metavar: str | None = None) -> FlagT:
@@ -42,23 +50,27 @@ def parse(config_type: type[ConfigT], argv: Sequence[str], *, prog: str, descrip
     hints = get_type_hints(config_type)
     for field in dataclasses.fields(config_type):
         _add(parser, field, hints[field.name])
+    check_files(argv, hints)
     try:
         found = parser.parse_args(list(argv)).as_dict()
     except (ArgumentError, ValueError, OSError) as error:
-        reason = one_line(str(error))
-        if isinstance(_first_cause(error), TypeError):
-            # One value in the file where a list belongs: the parser trips over it, and has no words of its own.
-            lists = ", ".join(name for name, hint in hints.items() if get_origin(hint) is tuple)
-            reason = f"--config: {lists} take lists, as in [one, two] ({reason})"
-        raise ConfigError(f"{reason}; allowed flags: {prog} --help") from error
+        raise ConfigError(f"{_in_our_words(one_line(str(error)), hints)}; allowed flags: {prog} --help") from error
     values = {field.name: found[field.name] for field in dataclasses.fields(config_type)}
     return config_type(**{name: tuple(v) if isinstance(v, list) else v for name, v in values.items()})
 
 
-def _first_cause(error: BaseException) -> BaseException:
-    while (before := error.__cause__ or error.__context__) is not None:
-        error = before
-    return error
+def _in_our_words(reason: str, hints: Mapping[str, object]) -> str:
+    """What the parser says of a value, as we say it elsewhere; anything else as it is."""
+    match = _WRONG_VALUE.fullmatch(reason)
+    if match is not None and match["key"] in hints:
+        hint = hints[match["key"]]
+        of_a_list = match["element"] is not None and get_origin(hint) is tuple
+        allowed = allowed_values(get_args(hint)[0] if of_a_list else hint)
+        return f"--{match['key'].replace('_', '-')} must be {allowed.removesuffix(' or null')}, got {match['value']!r}"
+    unknown = _UNKNOWN_FLAG.fullmatch(reason)
+    if unknown is not None:
+        return reason + closest(unknown["flag"], ["--" + name.replace("_", "-") for name in hints])
+    return reason
 
 
 def _add(parser: ArgumentParser, field: dataclasses.Field[object], hint: object) -> None:

@@ -17,6 +17,7 @@ import torch
 import transformers
 
 from planner.head_spec import HeadSpec, head_spec_of, max_positions_of
+from planner.hub import is_only_cached
 from planner.token_map import num_tokens_of
 from ring.core.errors import ConfigError
 from student.probe import check_head
@@ -62,21 +63,22 @@ def load_student(
     """
     _check_source(source, from_config=from_config)
     options: dict[str, Any] = {"trust_remote_code": False}
+    fetching = options | {"local_files_only": _is_only_cached(source)}
     with quiet_transformers():
         with _refusal(source, "config.json", "the config of a model of transformers' own"):
-            config = transformers.AutoConfig.from_pretrained(source, **options)
+            config = transformers.AutoConfig.from_pretrained(source, **fetching)
         tokenizer = None
         if _has_tokenizer(source):
             with _refusal(source, "tokenizer", "a whole and readable tokenizer, or none"):
-                tokenizer = transformers.AutoTokenizer.from_pretrained(source, **options)
+                tokenizer = transformers.AutoTokenizer.from_pretrained(source, **fetching)
         if attn_implementation is not None:
-            options["attn_implementation"] = attn_implementation
+            options["attn_implementation"] = fetching["attn_implementation"] = attn_implementation
         if from_config:
             with _refusal(source, "config.json", "the config of a causal LM"):
                 model = init_student_from_config(config, dtype=dtype, seed=seed, **options)
                 _keep_generation_config(source, model)
         else:
-            model = _load_weights(source, config, dtype, options)
+            model = _load_weights(source, config, dtype, fetching)
         with _refusal(source, f"moving it to {device}", "a device with room for it"):
             model.to(device)
         return prepare_student(model, tokenizer, source=source)
@@ -200,6 +202,14 @@ def _check_source(source: str, *, from_config: bool) -> None:
         raise ConfigError(f"student {source}: no config.json; found {found}; allowed: a Hugging Face checkpoint")
     if not from_config and not _has_any(path, _WEIGHT_FILES):
         raise ConfigError(f"student {source}: no weights ({_WEIGHT_FILES[0]}); --from-config starts from random ones")
+
+
+def _is_only_cached(source: str) -> bool:
+    """Whether the hub must not be asked. Raises ConfigError: it can't be, and the cache does not have the model."""
+    try:
+        return not Path(source).expanduser().is_dir() and is_only_cached(source)
+    except ValueError as error:
+        raise ConfigError(f"student {source}: {error}") from error
 
 
 def _has_tokenizer(source: str) -> bool:

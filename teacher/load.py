@@ -18,6 +18,7 @@ import torch
 import transformers
 
 from planner.head_spec import max_positions_of
+from planner.hub import is_only_cached
 from planner.token_map import num_tokens_of, token_map_hash
 from ring.core.errors import ConfigError
 from ring.core.messages import WireDtype
@@ -28,7 +29,7 @@ from teacher.probe import check_model
 
 DtypeName = Literal["auto", "bf16", "fp16", "fp32", "fp64"]
 
-__all__ = ["DtypeName", "TeacherModel", "load_teacher", "prepare"]
+__all__ = ["DtypeName", "TeacherModel", "check_source", "load_teacher", "prepare"]
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json")
@@ -51,8 +52,8 @@ def load_teacher(source: str, *, dtype: DtypeName = "auto", device: str | torch.
     Raises ConfigError, one line: nothing there, a part missing or broken, a model that can't be served (`prepare`)."""
     torch_dtype = _torch_dtype(dtype)
     torch_device = _torch_device(device)
-    name, location = _check_source(source)
-    common = {"trust_remote_code": False}
+    name, location = check_source(source)
+    common = {"trust_remote_code": False, "local_files_only": _is_only_cached(location)}
     auto_model: Any = transformers.AutoModelForCausalLM
     with _quiet():
         with _refusal(source, "config.json", "a model of transformers' own"):
@@ -126,9 +127,9 @@ def _torch_device(device: str | torch.device) -> torch.device:
     return torch_device
 
 
-def _check_source(source: str) -> tuple[str, str]:
+def check_source(source: str) -> tuple[str, str]:
     """The name to show, and where to load from: a directory with config, weights and tokenizer, or what looks like a
-    hub id."""
+    hub id. Raises ConfigError: it is neither."""
     path = Path(source).expanduser()
     if source and path.is_dir():
         _check_files(source, path)
@@ -140,6 +141,14 @@ def _check_source(source: str) -> tuple[str, str]:
             f"teacher {source!r}: no such directory; allowed: a checkpoint directory or a hub id (owner/name)"
         )
     return source, source
+
+
+def _is_only_cached(location: str) -> bool:
+    """Whether the hub must not be asked. Raises ConfigError: it can't be, and the cache does not have the model."""
+    try:
+        return not Path(location).is_dir() and is_only_cached(location)
+    except ValueError as error:
+        raise ConfigError(f"teacher {location}: {error}") from error
 
 
 def _check_files(source: str, path: Path) -> None:

@@ -9,10 +9,10 @@ import json
 import logging
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from ring.core.errors import ConfigError
 from student.checkpoint import (
@@ -111,28 +111,64 @@ class RunFiles:
 
 @contextlib.contextmanager
 def claimed(root: Path, word: str = "") -> Iterator[None]:
-    """This process alone writes to --out while the block runs, and `word` stands there.
+    """This process alone writes to --out while the block runs, and `word` stands there. Afterwards nothing is left of
+    that; of a run that wrote nothing not even the directories that were made for it.
 
     Raises ConfigError: it can't."""
+    made = [directory for directory in (root, *root.parents) if not directory.exists()]
     try:
         root.mkdir(parents=True, exist_ok=True)
-        # Not emptied before it is ours.
-        lock = (root / LOCK_FILE).open("a")
+        lock = _locked(root / LOCK_FILE)
     except OSError as error:
+        _remove_if_empty(made)
         raise ConfigError(f"--out {root}: {error.strerror}; allowed: a directory that can be written") from error
-    with lock:
+    with lock, _released(root / LOCK_FILE, made):
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Emptied only now that it is ours.
             lock.truncate(0)
             lock.write(word)
             lock.flush()
             os.fsync(lock.fileno())
-        except BlockingIOError as error:
-            message = f"--out {root}: another run is writing there; allowed: a directory of its own"
-            raise ConfigError(message) from error
         except OSError as error:
             raise ConfigError(f"--out {root}: {error.strerror}; allowed: a directory that can be written") from error
         yield
+
+
+@contextlib.contextmanager
+def _released(path: Path, made: Sequence[Path]) -> Iterator[None]:
+    """Removes the lock at the end of the block, while it is held still: whoever has opened it sees that it is gone."""
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            path.unlink()
+        _remove_if_empty(made)
+
+
+def _locked(path: Path) -> TextIO:
+    """The file at a path, which is ours until it is closed. Raises ConfigError: it is another's. Raises OSError."""
+    while True:
+        lock = path.open("a")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(lock.fileno()), path.stat()):
+                    return lock
+        except BlockingIOError as error:
+            lock.close()
+            message = f"--out {path.parent}: another run is writing there; allowed: a directory of its own"
+            raise ConfigError(message) from error
+        except BaseException:
+            lock.close()
+            raise
+        lock.close()  # it was removed by the run that held it, between the two calls
+
+
+def _remove_if_empty(directories: Sequence[Path]) -> None:
+    """From the innermost on."""
+    with contextlib.suppress(OSError):
+        for directory in directories:
+            directory.rmdir()
 
 
 def check_shared(root: Path, word: str) -> None:

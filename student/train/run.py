@@ -45,7 +45,7 @@ from student.train.resume import (
     restore,
 )
 from student.train.saver import Saver
-from student.train.teachers import resolve_device
+from student.train.teachers import check_teachers, resolve_device
 
 if TYPE_CHECKING:
     from student.parallel.checkpoint import BackgroundWriter
@@ -66,6 +66,7 @@ def train(config: TrainConfig, launch: Launch | None = None) -> None:
     with ExitStack() as stack:
         ranks = _meet(config, launch)
         ranks.check_equal("settings", {k: v for k, v in asdict(config).items() if k not in OWN_SETTINGS})
+        ranks.together(lambda: check_teachers(config))
         word = ranks.from_first(secrets.token_hex(8) if ranks.are_many else "")
         ranks.together(lambda: stack.enter_context(claimed(files.root, word)) if ranks.is_first else None)
         ranks.together(lambda: check_shared(files.root, word))

@@ -69,8 +69,8 @@ def connected(
     columns: which of the head's this rank wants, first and last + 1; None: all of them.
 
     max_tokens: of the largest microbatch; max_document_tokens: of the longest document.
-    Raises ConfigError: models that don't fit together, a missing transport, too little memory. Raises TeacherLost: no
-    replica answers in time."""
+    The configuration has passed `check_teachers`. Raises ConfigError: models that don't fit together, a missing
+    transport, too little memory. Raises TeacherLost: no replica answers in time."""
     with ExitStack() as stack:
         hello, links, idle_work, cut = (_colocated if config.layout == "colocated" else _disaggregated)(
             config, stack, ranks, token_map_hash, vocab_size
@@ -112,6 +112,32 @@ def connected(
             fingerprint=welcome.fingerprint,
             lockstep=None if cut is None else cut(),
         )
+
+
+def check_teachers(config: TrainConfig) -> None:
+    """All that can be said of the teachers' flags before anything is loaded.
+
+    Raises ConfigError: no endpoint or model, one that leaves the machine unprotected, no keys, no such transport."""
+    if config.kd_weight == 0:
+        return
+    if config.layout == "colocated":
+        from teacher.load import check_source
+
+        if len(config.teacher) != 1:
+            raise ConfigError(f"--layout colocated takes one --teacher DIR|ID, got {len(config.teacher)}")
+        check_source(config.teacher[0])
+        registry.offered(config.transport, same_process=True)
+        return
+    auth = config.auth is not None
+    for endpoint in config.endpoints:
+        check_exposure(endpoint, flag="--teacher", auth=auth, insecure=config.insecure)
+    if config.bind_host is not None:
+        check_exposure(f"tcp://{config.bind_host}:*", flag="--bind-host", auth=auth, insecure=config.insecure)
+    if len(set(config.endpoints)) < len(config.endpoints):
+        raise ConfigError(f"--teacher names an endpoint twice: {', '.join(config.endpoints)}")
+    if config.auth is not None:
+        load_keyring(config.auth)
+    registry.offered(config.transport)
 
 
 def _check_limits(welcome: Welcome, *, max_tokens: int, max_document_tokens: int) -> None:
@@ -184,15 +210,7 @@ def _endpoints_of(rank: int, endpoints: tuple[str, ...], replicas_per_rank: int)
 def _disaggregated(
     config: TrainConfig, stack: ExitStack, ranks: Ranks, token_map_hash: str, vocab_size: int
 ) -> Connection:
-    endpoints = config.endpoints
-    auth = config.auth is not None
-    for endpoint in endpoints:
-        check_exposure(endpoint, flag="--teacher", auth=auth, insecure=config.insecure)
-    if config.bind_host is not None:
-        check_exposure(f"tcp://{config.bind_host}:*", flag="--bind-host", auth=auth, insecure=config.insecure)
-    if len(set(endpoints)) < len(endpoints):
-        raise ConfigError(f"--teacher names an endpoint twice: {', '.join(endpoints)}")
-    endpoints = _endpoints_of(ranks.rank, endpoints, config.replicas_per_rank)
+    endpoints = _endpoints_of(ranks.rank, config.endpoints, config.replicas_per_rank)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     # After the ring, which the stack closes first: terminating waits for its sockets.
     stack.callback(context.term)
@@ -206,8 +224,6 @@ def _colocated(config: TrainConfig, stack: ExitStack, ranks: Ranks, token_map_ha
     from teacher.load import load_teacher
     from teacher.service import ServiceConfig, TeacherService
 
-    if len(config.teacher) != 1:
-        raise ConfigError(f"--layout colocated takes one --teacher DIR|ID, got {len(config.teacher)}")
     is_shared = config.fsdp and ranks.are_many
     backends = registry.offered(config.transport, same_process=True)
     model = load_teacher(config.teacher[0], dtype=config.teacher_dtype, device=ranks.device)

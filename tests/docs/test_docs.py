@@ -32,6 +32,7 @@ from ring.core.messages import RefusalCode
 from ring.core.stats import DropCause, RetryCause
 from student.config import TrainConfig
 from student.metrics import StepMetrics
+from student.train.resume import LOCK_FILE
 from teacher.serve import ServeConfig
 from tests.tiny_models import build_tiny_checkpoint
 
@@ -207,7 +208,8 @@ def test_every_field_of_a_report_is_documented(run_dir: Path, name: str) -> None
 
 
 def test_every_file_of_a_run_is_documented(run_dir: Path) -> None:
-    found = {entry.name + ("/" if entry.is_dir() else "") for entry in run_dir.iterdir()}
+    # While it is going on there is a lock as well.
+    found = {entry.name + ("/" if entry.is_dir() else "") for entry in run_dir.iterdir()} | {LOCK_FILE}
     assert_same(set(table(OPERATIONS, "What a run writes")), found, "docs/operations.md, 'What a run writes'")
 
 

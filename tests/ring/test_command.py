@@ -11,17 +11,86 @@ from ring.core.errors import ConfigError
 from student.config import TrainConfig
 
 
-@pytest.mark.parametrize("line", ["data: train.jsonl", "teacher: tcp://127.0.0.1:5555"])
-def test_a_single_value_in_the_file_where_a_list_belongs_is_said_so(tmp_path: Path, line: str) -> None:
-    file = tmp_path / "run.yaml"
-    file.write_text(f"{line}\n")
-    with pytest.raises(ConfigError, match="--config: teacher, data, eval_data take lists"):
-        parse(TrainConfig, ["--config", str(file)], prog="student.train", description="")
+def refusal(*arguments: object) -> str:
+    with pytest.raises(ConfigError) as refused:
+        parse(TrainConfig, [str(one) for one in arguments], prog="student.train", description="")
+    assert "\n" not in str(refused.value)
+    assert "<class" not in str(refused.value)
+    return str(refused.value)
 
 
-def test_other_wrong_values_are_not_taken_for_missing_lists(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--steps", "ten"), "--steps must be a whole number, got 'ten'"),
+        (("--steps", "1.5"), "--steps must be a whole number, got '1.5'"),
+        (("--batch-size", "8 or so"), "--batch-size must be a whole number, got '8 or so'"),
+        (("--lr", "small"), "--lr must be a number, got 'small'"),
+        (("--precision", "fp8"), "--precision must be bf16, fp32 or fp64, got 'fp8'"),
+        (("--resume", "maybe"), "--resume must be true or false, got 'maybe'"),
+        (("--stepz", "3"), "unrecognized arguments: --stepz 3 (the closest is --steps); allowed flags: "),
+        (("--nonsense", "3"), "unrecognized arguments: --nonsense 3; allowed flags: student.train --help"),
+        (("--batch-size",), "--batch-size: expected one argument"),
+        (("--config",), "--config: expected one argument"),
+    ],
+)
+def test_a_wrong_flag_is_named_with_what_is_allowed(arguments: tuple[str, ...], said: str) -> None:
+    assert said in refusal(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("data: train.jsonl", "data must be a list, as in [one, two], got 'train.jsonl'"),
+        ("teacher: tcp://127.0.0.1:5555", "teacher must be a list, as in [one, two], got 'tcp://127.0.0.1:5555'"),
+        ("teacher: [1, 2]", "teacher must be a list, as in [one, two], got [1, 2]"),
+        ("data: {a: 1}", "data must be a list, as in [one, two], got {'a': 1}"),
+        ("steps: ten", "steps must be a whole number or null, got 'ten'"),
+        ("seed: null", "seed must be a whole number, got None"),
+        ("resume: 3", "resume must be true or false, got 3"),
+        ("lr: yes", "lr must be a number, got True"),
+        ("precision: fp8", "precision must be bf16, fp32 or fp64, got 'fp8'"),
+        ("batch-size: 3", "no setting is called 'batch-size' (the closest is batch_size); allowed: "),
+        ("config: other.yaml", "no setting is called 'config'"),
+        ("7: 3", "no setting is called 7"),
+        ("- a list", "it holds a list; allowed: settings"),
+        ("", "it holds nothing; allowed: settings"),
+        ("steps: [1", "it is no YAML: "),
+        ("\xff\xfe\x00", "it is no YAML: "),
+        ("[" * 5000, "it is no YAML: "),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_named_with_what_is_allowed(tmp_path: Path, content: str, said: str) -> None:
     file = tmp_path / "run.yaml"
-    file.write_text("steps: ten\n")
-    with pytest.raises(ConfigError, match=r"steps.*ten") as refusal:
-        parse(TrainConfig, ["--config", str(file)], prog="student.train", description="")
-    assert "take lists" not in str(refusal.value)
+    file.write_bytes(content.encode("latin-1"))
+    for arguments in (("--config", file), (f"--config={file}",), ("--seed", 1, "--config", file, "--steps", 3)):
+        text = refusal(*arguments)
+        assert text.startswith(f"--config {file}: ")
+        assert said in text
+
+
+def test_a_file_that_is_not_there_is_said_so(tmp_path: Path) -> None:
+    assert refusal("--config", tmp_path / "x") == (
+        f"--config {tmp_path / 'x'}: No such file or directory; allowed: a YAML or JSON file of settings"
+    )
+    assert "Is a directory; allowed: a YAML or JSON file of settings" in refusal("--config", tmp_path)
+
+
+@pytest.mark.parametrize("suffix", ["yaml", "json"])
+def test_what_print_config_prints_can_be_read_again(
+    tmp_path: Path, suffix: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--data", "a", "b", "--lr", "1e-7", "--steps", "3", "--packing", "--clip-norm", "2"]
+    with pytest.raises(SystemExit):
+        parse(TrainConfig, [*arguments, "--print_config"], prog="student.train", description="")
+    file = tmp_path / f"run.{suffix}"
+    file.write_text(capsys.readouterr().out)
+    read = parse(TrainConfig, ["--config", str(file)], prog="student.train", description="")
+    assert read == parse(TrainConfig, arguments, prog="student.train", description="")
+
+
+def test_numbers_may_be_written_as_python_writes_them(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("lr: 1e-3\nclip_norm: 2\nbeta1: .5\n")
+    read = parse(TrainConfig, ["--config", str(file)], prog="student.train", description="")
+    assert (read.lr, read.clip_norm, read.beta1) == (1e-3, 2.0, 0.5)

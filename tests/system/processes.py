@@ -276,8 +276,8 @@ def check_refusal(command: Command, code: int, *texts: str) -> None:
 
 
 def check_untouched(student: Student) -> None:
-    """The directory of a run that never began holds nothing but its lock."""
-    assert not student.out.is_dir() or [path.name for path in student.out.iterdir()] in ([], [".lock"])
+    """A run that never began leaves nothing, not even its directory."""
+    assert not student.out.exists(), list(student.out.iterdir())
 
 
 def curve(out: Path) -> list[dict[str, Any]]:

@@ -12,13 +12,13 @@ from tests.system.processes import Command, Student, check_refusal
 
 BAD_FLAGS = [
     (("--nonsense", "3"), "unrecognized arguments: --nonsense"),
-    (("--steps", "ten"), "steps"),
+    (("--steps", "ten"), "--steps must be a whole number, got 'ten'"),
     (("--steps", "0"), "--steps must be >= 1, got 0"),
     (("--steps", "5", "--epochs", "1"), "--steps 5 and --epochs 1: give one of them"),
     (("--batch-size", "0"), "--batch-size must be >= 1, got 0"),
     (("--lr", "-1"), "--lr must be > 0, got -1"),
     (("--lr", "nan"), "lr"),
-    (("--precision", "fp8"), "fp8"),
+    (("--precision", "fp8"), "--precision must be bf16, fp32 or fp64, got 'fp8'"),
     (("--loss", "half"), "half"),
     (("--min-lr-frac", "2"), "--min-lr-frac must be 0 to 1, got 2"),
     (("--kd-weight", "0", "--ce-weight", "0"), "--kd-weight and --ce-weight are both 0"),
@@ -26,7 +26,7 @@ BAD_FLAGS = [
     (("--seed", "-1"), "--seed must be 0 to 2^63 - 1, got -1"),
     (("--threads", "100000"), "--threads must be at most 4096, got 100000"),
     (("--teacher-timeout", "0"), "--teacher-timeout must be > 0, got 0"),
-    (("--config", "/no/such/file.yaml"), "/no/such/file.yaml"),
+    (("--config", "/no/such/file.yaml"), "--config /no/such/file.yaml: No such file or directory; allowed: "),
     (("--fsdp",), "--fsdp needs ranks, as torchrun"),
     (("--vocab-parallel", "2"), "--vocab-parallel needs ranks, as torchrun"),
     (("--layout", "colocated"), "--layout colocated needs --teacher DIR|ID"),
@@ -49,8 +49,8 @@ def test_a_flag_that_the_trainer_does_not_take(
         ("nonsense: 3\n", "nonsense"),
         ("steps: ten\n", "steps"),
         ("batch_size: 0\n", "--batch-size must be >= 1, got 0"),
-        ("- a list\n", "config"),
-        ("steps: [1\n", ""),
+        ("- a list\n", "it holds a list; allowed: settings"),
+        ("steps: [1\n", "it is no YAML"),
     ],
 )
 def test_a_file_of_settings_that_can_not_be_used(

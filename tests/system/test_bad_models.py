@@ -173,15 +173,27 @@ def test_packing_is_refused_for_a_model_that_would_mix_the_documents(
 
 
 @pytest.mark.parametrize(
-    ("teacher", "text"),
+    ("flags", "text"),
     [
-        ("localhost:5555", "--teacher 'localhost:5555' is not an endpoint; allowed: tcp://HOST:PORT"),
-        ("tcp://10.1.2.3:5555", "--teacher tcp://10.1.2.3:5555 leaves this machine"),
-        ("tcp://127.0.0.1:1,tcp://127.0.0.1:1", "--teacher names an endpoint twice"),
+        (
+            ("--teacher", "localhost:5555"),
+            "--teacher 'localhost:5555' is not an endpoint; allowed: tcp://HOST:PORT",
+        ),
+        (("--teacher", "tcp://10.1.2.3:5555"), "--teacher tcp://10.1.2.3:5555 leaves this machine"),
+        (("--teacher", "tcp://127.0.0.1:1,tcp://127.0.0.1:1"), "--teacher names an endpoint twice"),
+        (("--bind-host", "10.1.2.3"), "--bind-host tcp://10.1.2.3:* leaves this machine"),
+        (("--auth", "/no/such/keys"), "--auth /no/such/keys: no such directory"),
+        (("--transport", "pigeon"), "no transport is called 'pigeon'"),
+        (("--transport", "local"), "transport 'local' stays within one process"),
+        (("--layout", "colocated", "--teacher", "/no/such/teacher"), "teacher '/no/such/teacher': no such directory"),
+        (("--layout", "colocated", "--teacher", "a", "b"), "--layout colocated takes one --teacher DIR|ID, got 2"),
     ],
+    ids=lambda one: " ".join(one)[:50] if isinstance(one, tuple) else "",
 )
-def test_an_endpoint_that_is_none_or_not_trusted(start_student: Start, teacher: str, text: str) -> None:
-    student = start_student("--teacher", teacher)
+def test_what_is_wrong_with_the_teachers_flags_is_said_before_anything_is_loaded(
+    start_student: Start, flags: tuple[str, ...], text: str
+) -> None:
+    student = start_student("--student", "/no/such/model", "--data", "/no/such/data", *flags)
     check_refusal(student, 2, text)
     check_untouched(student)
 

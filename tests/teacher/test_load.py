@@ -169,7 +169,7 @@ def test_hub_ids_come_from_the_cache_when_offline(tmp_path: Path) -> None:
     command = [sys.executable, "-c", LOAD_THREE]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     absent, whole, tokenless = result.stdout.splitlines()
-    assert absent.startswith("teacher owner/absent: config.json: ")
+    assert absent.startswith("teacher owner/absent: no such directory, and no such model in the cache, ")
     assert whole == load_teacher(str(build_tiny_checkpoint(tmp_path / "local", "qwen3"))).fingerprint
     assert tokenless.startswith("teacher owner/tokenless: no tokenizer; ")
     assert result.stderr == ""

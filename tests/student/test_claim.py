@@ -1,0 +1,77 @@
+"""--out belongs to one run at a time, and a run that never began leaves nothing there."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from ring.core.errors import ConfigError
+from student.train.resume import claimed
+
+NUM_RUNS, CLAIMS_A_RUN = 4, 100
+
+
+def test_a_directory_is_one_runs_at_a_time_though_each_removes_its_lock(tmp_path: Path) -> None:
+    """Whoever opens the lock just before it is removed must not take the file without a name for it."""
+    root, mark = tmp_path / "out", tmp_path / "mark"
+    root.mkdir()
+    num_claims: list[int] = []
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        count = 0
+        try:
+            while count < CLAIMS_A_RUN:
+                try:
+                    with claimed(root):
+                        os.close(os.open(mark, os.O_CREAT | os.O_EXCL))  # FileExistsError: somebody else is here too
+                        mark.unlink()
+                        count += 1
+                except ConfigError as error:
+                    assert "another run is writing there" in str(error)  # noqa: PT017 - most claims are refused
+        except BaseException as error:  # noqa: BLE001 - raised below
+            failures.append(error)
+        num_claims.append(count)
+
+    threads = [threading.Thread(target=run) for _ in range(NUM_RUNS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert num_claims == [CLAIMS_A_RUN] * NUM_RUNS
+    assert list(root.iterdir()) == []
+
+
+def test_a_run_that_never_began_leaves_no_directory(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="refused"), claimed(tmp_path / "new" / "out"):
+        raise ValueError("refused")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_was_there_stays(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    with pytest.raises(ValueError, match="refused"), claimed(tmp_path / "out"):
+        raise ValueError("refused")
+    assert list((tmp_path / "out").iterdir()) == []
+    with claimed(tmp_path / "new" / "out"):
+        (tmp_path / "new" / "out" / "run.json").write_text("{}")
+    assert [path.name for path in (tmp_path / "new" / "out").iterdir()] == ["run.json"]
+
+
+def test_a_lock_that_a_killed_run_left_is_nobodys(tmp_path: Path) -> None:
+    (tmp_path / ".lock").write_text("of a former life")
+    with claimed(tmp_path, "mine"):
+        assert (tmp_path / ".lock").read_text() == "mine"
+
+
+def test_a_directory_that_can_not_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with (
+        pytest.raises(ConfigError, match=r"--out .*; allowed: a directory that can be written"),
+        claimed(tmp_path / "file" / "out"),
+    ):
+        pytest.fail("claimed")
