@@ -13,7 +13,7 @@ A moment names something that happens once in a run, so that it is the same one 
     evaluation:STEP     in the midst of the evaluation after this step
     short:STEP          nothing kills it, but the plan hands out no step behind this one
 
-A leading `term-` sends SIGTERM at the moment, instead of SIGKILL.
+A leading `term-` sends SIGTERM at the moment, instead of SIGKILL; a leading `stop-` SIGSTOP, so that SIGCONT goes on.
 """
 
 from __future__ import annotations
@@ -122,11 +122,13 @@ def cut_short(step: int) -> None:
 
 
 def install(moment: str) -> None:
-    what, *numbers = moment.removeprefix("term-").split(":")
+    how, _, what = moment.partition("-") if moment.startswith(("term-", "stop-")) else ("", "", moment)
+    what, *numbers = what.split(":")
     first = int(numbers[0])
+    number = {"": signal.SIGKILL, "term": signal.SIGTERM, "stop": signal.SIGSTOP}[how]
 
     def strike() -> None:
-        os.kill(os.getpid(), signal.SIGTERM if moment.startswith("term-") else signal.SIGKILL)
+        os.kill(os.getpid(), number)
 
     match what:
         case "asked" | "trained":
