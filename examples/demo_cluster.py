@@ -17,10 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import matplotlib.pyplot as plt
 from rich.console import Console
 
 from bench.stages import read_lines, teacher, train
 from examples.demo.__main__ import DemoConfig, embedded_material, stage_progress, student_arguments
+from examples.demo.report import BLUE, GREY, draw_time
 from ring.command import flag, parse, run
 from ring.core.errors import ConfigError
 
@@ -87,7 +89,33 @@ def demo(config: ClusterConfig) -> None:
     console.print()
     for line in report(config, summary, read_lines(out / "metrics.jsonl"), wall_s=time.monotonic() - started_s):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
-    console.print(f"\nModel: {out}/model   Metrics: {out}/metrics.jsonl", markup=False, highlight=False, soft_wrap=True)
+    picture = root / "cluster.png"
+    draw(config, read_lines(out / "metrics.jsonl"), read_lines(out / "eval.jsonl"), picture)
+    files = f"\nPicture: {picture}   Model: {out}/model   Metrics: {out}/metrics.jsonl"
+    console.print(files, markup=False, highlight=False, soft_wrap=True)
+
+
+def draw(config: ClusterConfig, steps: list[dict[str, float]], evaluations: list[dict[str, float]], path: Path) -> None:
+    """Held-out loss against steps, and where the time of a step goes."""
+    # What metrics hold of the teachers is the sum over all replicas; a line of the picture is one of them.
+    of_one = [
+        {**step, **{name: step[name] / config.replicas for name in ("teacher_s", "teacher_stall_s")}} for step in steps
+    ]
+    with plt.rc_context({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}):
+        figure, (loss_axis, time_axis) = plt.subplots(1, 2, figsize=(11, 4.4))
+        loss_axis.plot([step["step"] for step in steps], [step["lm_loss"] for step in steps], color=GREY, lw=0.8)
+        loss_axis.plot([e["step"] for e in evaluations], [e["eval_loss"] for e in evaluations], "o-", color=BLUE, ms=4)
+        last = evaluations[-1]
+        at = (last["step"], last["eval_loss"])
+        loss_axis.annotate(f"{last['eval_loss']:.2f}", at, textcoords="offset points", xytext=(-4, 8))
+        loss_axis.set(title="Loss on labels: held out (blue), in training (grey)", ylabel="nats per token")
+        loss_axis.set_xlabel("optimizer step")
+        draw_time(time_axis, of_one)
+        time_axis.set_title("Where a step's time goes: one rank, one replica")
+        figure.suptitle(f"One student on {config.ranks} ranks, taught by {config.replicas} replicas", fontsize=12)
+        figure.tight_layout()
+        figure.savefig(path, dpi=130)
+        plt.close(figure)
 
 
 def report(

@@ -50,7 +50,7 @@ def draw(outcome: Outcome, path: Path) -> None:
     with plt.rc_context({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}):
         figure, axes = plt.subplots(1, 3, figsize=(15, 4.6), width_ratios=[1.5, 1.3, 0.8])
         _draw_loss(axes[0], outcome)
-        _draw_time(axes[1], outcome)
+        draw_time(axes[1], outcome.kd)
         _draw_memory(axes[2], outcome)
         comparison = "better" if outcome.gain_nats >= 0 else "worse"
         figure.suptitle(
@@ -80,10 +80,11 @@ def _draw_loss(axis: Axes, outcome: Outcome) -> None:
     axis.legend(frameon=False)
 
 
-def _draw_time(axis: Axes, outcome: Outcome) -> None:
-    steps = [r["step"] for r in outcome.kd]
-    stalls = _smooth([r["student_stall_s"] for r in outcome.kd])
-    rest = _smooth([r["step_s"] - r["student_stall_s"] for r in outcome.kd])
+def draw_time(axis: Axes, records: Records) -> None:
+    """Student and teacher, each as computing and waiting."""
+    steps = [r["step"] for r in records]
+    stalls = _smooth([r["student_stall_s"] for r in records])
+    rest = _smooth([r["step_s"] - r["student_stall_s"] for r in records])
     axis.stackplot(
         steps,
         [1e3 * s for s in rest],
@@ -95,7 +96,7 @@ def _draw_time(axis: Axes, outcome: Outcome) -> None:
         ("teacher_s", GREEN, "teacher computes"),
         ("teacher_stall_s", ORANGE, "teacher waits"),
     ):
-        values = _smooth([r[name] for r in outcome.kd])
+        values = _smooth([r[name] for r in records])
         axis.plot(steps, [1e3 * s for s in values], color=color, lw=1.4, label=label)
     axis.set(title="Where a step's time goes", ylabel="ms, running median", ylim=(0, None))
     axis.set_xlabel("optimizer step")
