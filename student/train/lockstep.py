@@ -38,13 +38,15 @@ class SharedBody(nn.Module):
         self._ranks = ranks
         self._has_failed = False
         self._num_gathered = 0
+        self._is_gathering = False
         blocks = [fully_shard(block, mesh=ranks.mesh, reshard_after_forward=True) for block in blocks_of(split.model)]
         self.body: Any = fully_shard(split.body, mesh=ranks.mesh, reshard_after_forward=True)
         #: Whatever gathers weights, in the order in which a pass does.
         self._parts: list[Any] = [self.body, *blocks]
         for part in self._parts:
-            # Behind FSDP's own hook, so that the part has been gathered when this runs.
-            part.register_forward_pre_hook(self._count_gathered)
+            # Around FSDP's own hook, which gathers the part.
+            part.register_forward_pre_hook(self._before_gathering, prepend=True)
+            part.register_forward_pre_hook(self._after_gathering)
         # Behind a tied embedding stands the head's own reference to the whole weight.
         split.weight_VH = split.weight_VH[:0].clone()
         split.head.weight = nn.Parameter(split.weight_VH, requires_grad=False)
@@ -78,22 +80,32 @@ class SharedBody(nn.Module):
                 return self._gather_the_rest()
             try:
                 return self.body(input_ids=input_ids.clone(), use_cache=False)
-            except Exception:
+            except Exception as error:
+                if self._is_gathering:
+                    # Nobody is left to gather the rest with.
+                    raise self._ranks.failure_of(error) from error
                 self._has_failed = True
                 self._gather_the_rest()
                 raise
 
-    def _count_gathered(self, part: nn.Module, inputs: tuple[Any, ...]) -> None:
+    def _before_gathering(self, part: nn.Module, inputs: tuple[Any, ...]) -> None:
+        self._is_gathering = True
+
+    def _after_gathering(self, part: nn.Module, inputs: tuple[Any, ...]) -> None:
+        self._is_gathering = False
         self._num_gathered += 1
 
     def _gather_the_rest(self) -> None:
-        """This rank's side of what a pass has not gathered yet, without computing anything."""
-        for part in self._parts[: self._num_gathered]:
-            # One that is still whole would not be gathered again in the next pass.
-            part.reshard()
-        for part in self._parts[self._num_gathered :]:
-            part.unshard()
-            part.reshard()
+        """This rank's side of what a pass has not gathered yet, without computing anything. Raises RankLost."""
+        try:
+            for part in self._parts[: self._num_gathered]:
+                # One that is still whole would not be gathered again in the next pass.
+                part.reshard()
+            for part in self._parts[self._num_gathered :]:
+                part.unshard()
+                part.reshard()
+        except RuntimeError as error:
+            raise self._ranks.failure_of(error) from error
 
 
 class Lockstep:

@@ -32,18 +32,21 @@ from student.train.saver import Saver
 
 #: Calls that go well before the one that fails.
 NUM_GOOD_CALLS = 5
+OUT_OF_MEMORY = RuntimeError("no memory for this\nat all")
 #: More than any request that does arrive is waited for.
 NUM_VAIN_SLEEPS = 1000
 
 
-def fail_at(owner: Any, name: str, error: Exception, *, after: int = NUM_GOOD_CALLS) -> None:
-    """From the call after so many on, `owner.name` raises."""
+def fail_at(owner: Any, name: str, error: Exception | None, *, after: int = NUM_GOOD_CALLS) -> None:
+    """From the call after so many on, `owner.name` raises; None: the process is killed there."""
     act, calls = getattr(owner, name), 0
 
     def failing(*arguments: Any, **options: Any) -> Any:
         nonlocal calls
         calls += 1
-        if calls > after:
+        if calls > after and error is None:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if calls > after and error is not None:
             raise error
         return act(*arguments, **options)
 
@@ -71,13 +74,13 @@ def break_pump() -> None:
     lockstep.time = SimpleNamespace(sleep=sleep)  # type: ignore[assignment]
 
 
-def break_teacher(place: Callable[[lockstep.SharedBody], nn.Module]) -> None:
+def break_teacher(place: Callable[[lockstep.SharedBody], nn.Module], error: Exception | None = OUT_OF_MEMORY) -> None:
     """A part of the colocated teacher fails in the midst of a pass, which all ranks make together, and ever after."""
     make = lockstep.SharedBody.__init__
 
     def failing(body: lockstep.SharedBody, *arguments: Any) -> None:
         make(body, *arguments)
-        fail_at(place(body), "forward", RuntimeError("no memory for this\nat all"))
+        fail_at(place(body), "forward", error)
 
     lockstep.SharedBody.__init__ = failing  # type: ignore[method-assign]
 
@@ -132,6 +135,7 @@ FAULTS: dict[str, Callable[[], None]] = {
     "embedding": lambda: break_teacher(lambda shared: shared.body.get_input_embeddings()),
     "layer": lambda: break_teacher(lambda shared: shared.body.layers[0].mlp),
     "norm": lambda: break_teacher(lambda shared: shared.body.norm),
+    "death in a layer": lambda: break_teacher(lambda shared: shared.body.layers[0].mlp, None),
     "full": lambda: fill_disk(after=0, until=1),
     "full for good": lambda: fill_disk(after=1, until=sys.maxsize),
     "torn": tear_last_checkpoint,

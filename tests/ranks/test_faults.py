@@ -71,6 +71,17 @@ def test_a_teacher_that_fails_in_the_midst_of_a_pass_of_all_is_lost_in_order(
     assert world.summary["ending"].startswith("TeacherLost: ")
 
 
+def test_a_rank_that_is_killed_in_a_pass_of_all_is_lost_like_any_other(inputs: Inputs, start_world: StartWorld) -> None:
+    world = start_world(
+        *("--layout", "colocated", "--teacher", inputs.teacher, "--fsdp", "--ring-depth", 2, *MANY_STEPS),
+        size=2,
+        **with_fault("death in a layer", rank=1),
+    )
+    assert world.first.wait() == 1
+    assert last_error(world.first).startswith("rank 0: ")
+    assert world.first.checkpoints == []
+
+
 @pytest.mark.parametrize(
     ("fault", "rank", "words"),
     [("records", 0, "no space left for metrics.jsonl"), ("memory", 1, "not enough memory")],
