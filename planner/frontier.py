@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from planner.errors import PlanError
 from planner.models import PRESETS, find_model
-from planner.plan import LAYOUTS, Question, trainer_setup
+from planner.plan import LAYOUTS, Question, node_counts, trainer_setup
 from planner.settings import PlanSettings
 from planner.trainer_memory import Layout, Loss, TrainerSetup, trainer_memory
 
@@ -108,9 +108,9 @@ def sweep_of(question: Question) -> tuple[Point, ...]:
     if kind == "gpus":
         return tuple(
             point
-            for nodes in range(1, question.settings.nodes + 1)
-            if (changed := _with_nodes(question, nodes)) is not None
-            for point in _points(changed, label=str(changed.settings.num_gpus), x=float(changed.settings.num_gpus))
+            for nodes in node_counts(question.settings)
+            for changed in [_with(question, nodes=nodes)]
+            for point in _points(changed, label=f"{changed.settings.num_gpus:,}", x=float(changed.settings.num_gpus))
         )
     if kind == "teachers":
         teachers = [find_model(name, flag="--teacher") for name in PRESETS]
@@ -128,14 +128,6 @@ def sweep_of(question: Question) -> tuple[Point, ...]:
 def _with(question: Question, **changes: int) -> Question:
     values = {**vars(question.settings), **changes}
     return replace(question, settings=PlanSettings(**values))
-
-
-def _with_nodes(question: Question, nodes: int) -> Question | None:
-    """None where the groups that are asked for need more nodes than that."""
-    try:
-        return _with(question, nodes=nodes)
-    except PlanError:
-        return None
 
 
 def _points(question: Question, *, label: str, x: float) -> list[Point]:

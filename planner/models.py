@@ -164,11 +164,17 @@ def find_model(name: str, *, flag: str) -> ModelShape:
     """The shape of a preset (case does not matter), a checkpoint directory, a config.json, or a hub id in the cache.
 
     Raises PlanError: nothing of that name; a config that can't be read."""
+    if not name:
+        raise PlanError(f"{flag} is empty; allowed: a preset (--list), a directory or a config.json")
     by_lower = {preset.lower(): preset for preset in PRESETS}
     preset = by_lower.get(name.rsplit("/", 1)[-1].lower())
     path = Path(name).expanduser()
     if path.is_dir() or path.is_file():
         file = path / "config.json" if path.is_dir() else path
+        if not file.exists():
+            raise PlanError(
+                f"{flag} {name}: a directory without a config.json; allowed: a checkpoint as Hugging Face saves it"
+            )
         return shape_of(_read(file, flag=flag), name=path.name if path.is_dir() else path.parent.name or name)
     cached = _cached_config(name)
     if cached is not None:

@@ -29,6 +29,8 @@ from planner.trainer_memory import Layout, Loss, TrainerSetup, loss_plan, loss_s
 
 #: The three ways, from the most demanding to the least.
 LAYOUTS: tuple[tuple[Layout, Loss], ...] = (("colocated", "full"), ("colocated", "fused"), ("disagg", "fused"))
+#: Every number of nodes is answered up to here; past it only twice as many each time, and those that were asked for.
+EACH_NODES = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,8 +107,8 @@ class TeacherPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Everything that is printed. layouts: of the asked number of nodes; by_nodes: of 1 to that many, as
-    far as the groups that are asked for fit."""
+    """Everything that is printed. layouts: of the asked number of nodes; by_nodes: of
+    `node_counts`."""
 
     question: Question
     layouts: tuple[LayoutPlan, ...]
@@ -216,7 +218,7 @@ def plan_of(question: Question) -> Plan:
     teacher = _teacher_plan(question, student_rate)
     layouts = tuple(
         _layout_plan(question, layout, loss, nodes, student_rate, teacher)
-        for nodes in _node_counts(settings)
+        for nodes in node_counts(settings)
         for layout, loss in LAYOUTS
     )
     stages = _stages(question, student_rate, teacher)
@@ -238,10 +240,11 @@ def plan_of(question: Question) -> Plan:
     )
 
 
-def _node_counts(settings: PlanSettings) -> list[int]:
-    """1 to the asked number, without those that don't hold the groups that are asked for."""
-    counts = []
-    for nodes in range(1, settings.nodes + 1):
+def node_counts(settings: PlanSettings) -> list[int]:
+    """1 to the asked number, in doubling steps past EACH_NODES, without those that don't hold the groups asked for."""
+    asked, counts = settings.nodes, []
+    doubled = [EACH_NODES << power for power in range(1, asked.bit_length())]
+    for nodes in [*range(1, min(asked - 1, EACH_NODES) + 1), *(count for count in doubled if count < asked), asked]:
         try:
             replace(settings, nodes=nodes)
         except PlanError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
 
 from planner.answer import Answer
@@ -28,9 +29,9 @@ def print_answer(answer: Answer, out: Console) -> None:
     out.print(_heading(plan), highlight=False)
     out.print(f"[bold {_COLOURS[verdict.choice]}]{verdict.headline}[/]", highlight=False)
     for reason in verdict.reasons:
-        out.print(f"  {reason}", highlight=False)
+        out.print(_indented(reason), highlight=False)
     for warning in verdict.warnings:
-        out.print(f"  [yellow]{warning}[/]", highlight=False)
+        out.print(_indented(f"[yellow]{warning}[/]"), highlight=False)
     out.print()
     out.print(_layouts(plan))
     out.print(_memory(plan))
@@ -41,6 +42,11 @@ def print_answer(answer: Answer, out: Console) -> None:
         style="dim",
         highlight=False,
     )
+
+
+def _indented(text: str) -> Padding:
+    """Its further lines as well."""
+    return Padding(text, (0, 0, 0, 2), expand=False)
 
 
 def _heading(plan: Plan) -> str:
@@ -108,16 +114,16 @@ def _pipeline(answer: Answer) -> Table:
     table = Table(title="The disaggregated pipeline", title_justify="left", title_style="bold", show_header=False)
     table.add_column()
     table.add_column(justify="right")
-    replicas = f"{teacher.num_replicas} x {teacher.tp * teacher.pp} GPUs (tp {teacher.tp}, pp {teacher.pp})"
+    replicas = f"{teacher.num_replicas:,} x {teacher.tp * teacher.pp} GPUs (tp {teacher.tp}, pp {teacher.pp})"
     rows = [
         ("teacher replicas", replicas),
         ("a replica's GPU", f"{gb(teacher.needed_bytes)} of {gb(teacher.capacity_bytes)}"),
-        ("replicas that keep trainers busy", str(teacher.balanced_replicas)),
+        ("replicas that keep trainers busy", f"{teacher.balanced_replicas:,}"),
         ("a replica computes", f"{teacher.tokens_per_s:,.0f} tokens/s"),
         ("a training GPU computes", f"{plan.student_tokens_per_s:,.0f} tokens/s"),
         ("a row's states / logits / top-k", f"{each.hidden:,} / {each.logits:,} / {each.topk:,} bytes"),
         ("top-k costs as much at", f"k = {each.break_even_k}"),
-        ("link needed, all trainers", f"{plan.needed_bytes_per_s * 8 / 1e9:.2f} Gbit/s"),
+        ("link needed, all trainers", f"{plan.needed_bytes_per_s * 8 / 1e9:,.2f} Gbit/s"),
         ("link", f"{plan.question.link.name} x {settings.nodes}, busy {steady.link_busy_frac:.1%}"),
         ("teachers / link / trainer alone", _stage_times(plan)),
         ("microbatch, steady state", f"{steady.step_s:.3f} s, set by: {steady.bottleneck}"),

@@ -120,6 +120,8 @@ class PlanSettings:
 
     def _check_groups(self) -> None:
         ranks = self.num_gpus
+        if ranks > MAX_COUNT:
+            raise PlanError(f"--gpus {self.gpus} x --nodes {self.nodes} are {ranks} GPUs; allowed: at most {MAX_COUNT}")
         if ranks % self.student_tp:
             raise PlanError(f"--student-tp {self.student_tp} does not divide the {ranks} GPUs that train")
         trainers = self.num_trainers

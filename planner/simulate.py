@@ -18,6 +18,8 @@ from planner.pace import Stages
 Kind = Literal["asked", "computed", "arrived", "stepped"]
 #: More events than this take longer than anyone waits for a plan.
 MAX_STEPS = 1_000_000
+#: Some seconds.
+MAX_TRAINER_STEPS = 500_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +125,11 @@ def simulate(
     Raises PlanError: no step to measure, or more than anyone waits for."""
     if not 1 <= num_steps <= MAX_STEPS:
         raise PlanError(f"a simulation of {num_steps} steps; allowed: 1 to {MAX_STEPS}")
+    most = MAX_TRAINER_STEPS // (num_steps + num_warmup)
+    if stages.num_trainers > most:
+        raise PlanError(
+            f"a simulation of {stages.num_trainers:,} trainers; allowed: at most {most:,}, or the closed form"
+        )
     run = _Run(stages, jitter or Jitter(), random.Random(seed))
     for trainer in range(stages.num_trainers):
         for seq in range(stages.depth):

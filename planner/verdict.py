@@ -29,8 +29,8 @@ class Verdict:
 
 
 def gb(num_bytes: float) -> str:
-    """In 1e9 bytes."""
-    return f"{num_bytes / 1e9:.1f} GB"
+    """In 1e9 bytes, or in 1e6 where that many would read as none."""
+    return f"{num_bytes / 1e9:,.1f} GB" if num_bytes >= 5e7 or not num_bytes else f"{num_bytes / 1e6:.3g} MB"
 
 
 def verdict_of(plan: Plan) -> Verdict:
@@ -39,14 +39,17 @@ def verdict_of(plan: Plan) -> Verdict:
 
 
 def _warnings(question: Question) -> list[str]:
-    """What makes the whole plan void, whatever fits."""
+    """What may make the whole plan void, whatever fits."""
     teacher, student = question.teacher, question.student
-    if teacher.vocab_size == student.vocab_size:
-        return []
-    return [
-        f"{teacher.name} has {teacher.vocab_size:,} columns of vocabulary, {student.name} {student.vocab_size:,}: only "
-        f"models of one tokenizer can be distilled; make sure that the difference is padding."
-    ]
+    said = []
+    if teacher.vocab_size != student.vocab_size:
+        said.append(
+            f"{teacher.name} has {teacher.vocab_size:,} columns of vocabulary, {student.name} {student.vocab_size:,}: "
+            f"only models of one tokenizer can be distilled; make sure that the difference is padding."
+        )
+    if teacher.num_params < student.num_params:
+        said.append("The teacher is smaller than the student: are --teacher and --student the wrong way round?")
+    return said
 
 
 def _choice(plan: Plan) -> Verdict:
@@ -130,11 +133,12 @@ def _replicas(plan: Plan) -> str:
     teacher, balanced = plan.teacher, plan.teacher.balanced_replicas
     word = "replica" if teacher.num_replicas == 1 else "replicas"
     devices = f"{teacher.tp * teacher.pp} GPU" + ("s" if teacher.tp * teacher.pp > 1 else "")
-    text = f"Teacher: {teacher.num_replicas} {word} of {devices} each"
+    text = f"Teacher: {teacher.num_replicas:,} {word} of {devices} each"
     if teacher.num_replicas != balanced:
-        text += f" ({balanced} would keep the trainers busy)"
+        text += f" ({balanced:,} would keep the trainers busy)"
     link = plan.needed_bytes_per_s * 8 / 1e9
-    return f"{text}; the states take {link:.2g} Gbit/s, full logits would take {link * _ratio(plan):,.0f}."
+    shown = f"{link:.2g}" if link < 10 else f"{link:,.0f}"
+    return f"{text}; the states take {shown} Gbit/s, full logits would take {link * _ratio(plan):,.0f}."
 
 
 def _ratio(plan: Plan) -> float:
@@ -171,7 +175,7 @@ def _why_nothing(plan: Plan, disagg: LayoutPlan, nodes: int | None) -> list[str]
     settings = plan.question.settings
     if not disagg.fits:
         largest = sorted(disagg.memory.peak.terms, key=lambda term: term.num_bytes, reverse=True)[:3]
-        parts = ", ".join(f"{term.name} {gb(term.num_bytes)}" for term in largest)
+        parts = ", ".join(f"{term.name.replace('_', ' ')} {gb(term.num_bytes)}" for term in largest)
         said.append(f"Even disaggregated, the trainer needs {_room(disagg)}; most of it: {parts}.")
         if nodes is not None:
             said.append(f"{nodes} training nodes would be enough.")
@@ -179,7 +183,8 @@ def _why_nothing(plan: Plan, disagg: LayoutPlan, nodes: int | None) -> list[str]
         remedies += ["fewer --tokens-per-gpu"] if settings.tokens_per_gpu > 1024 else []
         remedies += [] if settings.vocab_parallel > 1 or settings.num_trainers == 1 else ["--vocab-parallel"]
         remedies += [] if settings.optimizer == "adamw8bit" else ["--optimizer adamw8bit"]
-        said.append(f"What also helps: {', '.join(remedies)}." if remedies else "A GPU with more memory is needed.")
+        helps = "What helps" if nodes is None else "What also helps"
+        said.append(f"{helps}: {', '.join(remedies)}." if remedies else "A GPU with more memory is needed.")
     if not plan.teacher.fits:
         teacher = plan.teacher
         said.append(

@@ -114,6 +114,10 @@ def test_a_sweep_leaves_a_picture_a_table_and_json(tmp_path: Path, capsys: pytes
         (["--teacher", "nobody", "--student", "Qwen3.5-9B"], "--teacher nobody: no preset"),
         ([*ASKED, "--gpus", "many"], "argument --gpus: invalid int value: 'many'"),
         ([*ASKED, "--gpus", "0"], "--gpus must be 1 to 1000000, got 0"),
+        ([*ASKED, "--gpus", "10000", "--nodes", "10000"], "--gpus 10000 x --nodes 10000 are 100000000 GPUs"),
+        ([*ASKED, "--nodes", "1000", "--simulate"], "a simulation of 8,000 trainers; allowed: at most 1,136"),
+        ([*ASKED, "--student", ""], "--student is empty; allowed: a preset"),
+        ([*ASKED, "--teacher", "planner"], "--teacher planner: a directory without a config.json"),
         ([*ASKED, "--no-such-flag"], "unrecognized arguments: --no-such-flag"),
         ([*ASKED, "--precision", "fp7"], "argument --precision: invalid choice: 'fp7'"),
         ([*ASKED, "--checkpointing", "maybe"], "invalid value 'maybe'; allowed: on, off"),
@@ -129,6 +133,28 @@ def test_bad_input_is_one_clear_line_and_exit_2(
     (line,) = printed.err.splitlines()
     assert line.startswith("planner: error: ")
     assert said in line
+
+
+def test_many_nodes_are_answered_in_doubling_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    found = answer(capsys, "--nodes", "100")
+    nodes = sorted({layout["num_nodes"] for layout in found["layouts_by_nodes"]})
+    assert nodes == [1, 2, 3, 4, 5, 6, 7, 8, 16, 32, 64, 100]
+    assert {layout["num_nodes"] for layout in answer(capsys, "--nodes", "3")["layouts_by_nodes"]} == {1, 2, 3}
+
+
+def test_a_teacher_smaller_than_its_student_is_doubted(capsys: pytest.CaptureFixture[str]) -> None:
+    warnings = answer(capsys, "--teacher", "Qwen3.5-0.8B")["verdict"]["warnings"]
+    assert any("wrong way round" in warning for warning in warnings)
+    assert answer(capsys)["verdict"]["warnings"] == []
+
+
+def test_every_line_of_a_reason_is_indented(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*ASKED, "--gpus", "1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    begins, ends = lines.index("Nothing fits on these GPUs."), lines.index("")
+    assert ends > begins + 2
+    assert all(line.startswith("  ") for line in lines[begins + 1 : ends])
+    assert "optimizer state" in " ".join(line.strip() for line in lines[begins:ends])
 
 
 def test_disaggkd_plan_is_the_same_command(capsys: pytest.CaptureFixture[str]) -> None:
