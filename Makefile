@@ -69,12 +69,12 @@ soak-simulation: setup
 soak-chaos: setup
 	SOAK_MINUTES=$(MINUTES) $(PY) -m pytest -m slow tests/chaos/test_back_pressure.py
 	end=$$(($$(date +%s) + 60 * $(MINUTES))); seed=$$(date +%s); while [ $$(date +%s) -lt $$end ]; do \
-		echo "CHAOS_SEED=$$seed"; CHAOS_SEED=$$seed $(PY) -m pytest -n 2 --dist worksteal -m slow tests/chaos/test_replicas.py; \
+		echo "TEST_SEED=$$seed"; TEST_SEED=$$seed $(PY) -m pytest -n 2 --dist worksteal -m slow tests/chaos/test_replicas.py; \
 		seed=$$((seed + 1)); done
 
 soak-security: setup
 	end=$$(($$(date +%s) + 60 * $(MINUTES))); seed=$$(date +%s); while [ $$(date +%s) -lt $$end ]; do \
-		echo "STRANGERS_SEED=$$seed"; STRANGERS_SEED=$$seed FUZZ_EXAMPLES=1000 $(PY) -m pytest -n 2 --dist worksteal \
+		echo "TEST_SEED=$$seed"; TEST_SEED=$$seed FUZZ_EXAMPLES=1000 $(PY) -m pytest -n 2 --dist worksteal \
 		--hypothesis-seed=$$seed tests/security/test_strangers.py tests/security/test_decoders.py tests/ring_core/test_codec.py; \
 		seed=$$((seed + 1)); done
 

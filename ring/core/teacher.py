@@ -118,13 +118,15 @@ class TeacherMachine:
         if fill in asker.jobs or asker.last_fills.get(fill.slot) == fill:
             self._counts["repeated"] += 1
             return []
+        if fill.slot < asker.num_slots:
+            # Refused ones too: after the refusal their slot is another's, and a second copy must not be computed.
+            asker.last_fills[fill.slot] = fill
         refusal = self._objection(asker, request)
         if refusal is not None:
             return [self._refuse(student, fill, *refusal)]
         work = Work(student, asker.session, request, self._now_s)
         job = Job(work=work, cost_tokens=self._cost_tokens(asker, request), expires_s=self._now_s + request.time_left_s)
         asker.jobs[fill] = job
-        asker.last_fills[fill.slot] = fill
         self._queue.push(asker, job)
         self._counts["received"] += 1
         self._update_idle()

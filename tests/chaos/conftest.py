@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.seeds import MASTER_SEED
 from tests.system.conftest import write_texts
 from tests.system.processes import Command, Student, Teacher, curve
 from tests.tiny_models import build_tiny_checkpoint
@@ -61,8 +61,8 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
 
 @pytest.fixture(scope="session")
 def chaos_seed() -> int:
-    """Of everything that is left to chance here; `CHAOS_SEED=n` gives another."""
-    return int(os.environ.get("CHAOS_SEED", "1"))
+    """Of everything that is left to chance here."""
+    return MASTER_SEED
 
 
 Quiet = Callable[[int, int], list[dict[str, Any]]]

@@ -36,7 +36,7 @@ def test_the_curve_survives_whatever_happens_to_replicas_and_students(
     way: str,
     num_students: int,
 ) -> None:
-    print(f"CHAOS_SEED={chaos_seed}")
+    print(f"TEST_SEED={chaos_seed}")
     quiet_curve(0, 5)  # tokenizes the data once: a trainer that does that itself keeps a thread of the library's
     flags, env = WAYS[way]
     runtime = tmp_path / "runtime"

@@ -89,6 +89,25 @@ def test_a_request_that_comes_twice_is_answered_once() -> None:
     assert machine.stats(now_s=0.0).repeated == 4
 
 
+def test_a_request_that_was_refused_at_once_is_not_answered_again_when_it_comes_twice() -> None:
+    machine = teacher("s", max_tokens=4)
+    large = tokens(0, num=5)
+    assert refusals(machine.request("s", large, now_s=0.0)) == [(large.fill, RefusalCode.INVALID)]
+    assert machine.request("s", large, now_s=0.0) == []
+    machine.drain(now_s=0.0)
+    late = tokens(1)
+    assert refusals(machine.request("s", late, now_s=0.0)) == [(late.fill, RefusalCode.DRAINING)]
+    assert machine.request("s", tokens(1), now_s=0.0) == []
+    assert machine.stats(now_s=0.0).repeated == 2
+
+
+def test_slots_that_were_never_offered_leave_nothing_behind() -> None:
+    machine = teacher("s", num_slots=4)
+    for slot in range(4, 104):
+        assert machine.request("s", tokens(slot, slot=slot), now_s=0.0) != []
+    assert len(machine._students["s"].last_fills) == 0
+
+
 # ---- cancel ----------------------------------------------------------------------------------------------------
 
 

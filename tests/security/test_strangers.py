@@ -21,14 +21,13 @@ from ring.core import codec
 from ring.core.messages import Goodbye
 from tests.security.conftest import House
 from tests.security.strangers import PATIENCE_S, READY, Stranger, frame, greeting
+from tests.seeds import MASTER_SEED
 from tests.system.conftest import Start
 from tests.system.processes import HANG_GUARD_S, Command, curve
 
 MIB = 2**20
 #: What a process may grow by under attack: frames that wait to be read, and what the allocator keeps.
 MAX_GROWTH_BYTES = 128 * MIB
-#: `make soak` asks for others.
-SEED = int(os.environ.get("STRANGERS_SEED", "1"))
 
 
 def resident_bytes(pid: int) -> int:
@@ -108,7 +107,7 @@ def test_a_run_goes_on_unchanged_with_strangers_at_every_port(
     # Places enough for those strangers that get as far as a hello.
     teacher = start_teacher(*teacher_keys, "--max-students", 4096)
     fds, bytes_before = num_fds(teacher.pid), resident_bytes(teacher.pid)
-    with besieged(teacher.endpoint, seed=SEED) as at_the_teacher:
+    with besieged(teacher.endpoint, seed=MASTER_SEED) as at_the_teacher:
         # It holds still after its first step: on a busy machine it could have ended before anybody found its port.
         student = start_student(
             *("--teacher", teacher.endpoint, "--transport", "zmq", *student_keys, "--peer-timeout", HANG_GUARD_S),
@@ -116,7 +115,7 @@ def test_a_run_goes_on_unchanged_with_strangers_at_every_port(
         )
         student.until(lambda: is_stopped(student.pid), "it held still")
         (data_port,) = listening_ports(student.pid)
-        with besieged(f"tcp://127.0.0.1:{data_port}", seed=SEED + 1_000_000) as at_the_student:
+        with besieged(f"tcp://127.0.0.1:{data_port}", seed=MASTER_SEED + 1_000_000) as at_the_student:
             wait_until(lambda: all(sum(s.visits.values()) for s in at_the_student), "visits at the trainer")
             student.send(signal.SIGCONT)
             student.succeed()

@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.seeds import seeds
 from tests.system.conftest import NUM_STEPS, STEPS_AN_EPOCH, Inputs, Start
 from tests.system.processes import Student, curve
 from tests.tiny_models import build_tiny_checkpoint
@@ -141,7 +142,7 @@ def any_moment(dice: random.Random, step: int) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", seeds(6))
 def test_a_trainer_that_dies_at_random_trains_every_sample_once(
     endpoint: str, quiet_curve: list[dict[str, Any]], start_student: Start, seed: int
 ) -> None:
@@ -160,7 +161,7 @@ def test_a_trainer_that_dies_at_random_trains_every_sample_once(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", seeds(6))
 def test_a_trainer_killed_at_any_time_trains_every_sample_once(
     endpoint: str, quiet_curve: list[dict[str, Any]], start_student: Start, seed: int
 ) -> None:

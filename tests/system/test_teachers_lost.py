@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.seeds import seeds
 from tests.system.conftest import NUM_STEPS, Start
 from tests.system.processes import curve, free_port
 
@@ -140,7 +141,7 @@ def test_an_idle_teacher_ends_at_once_when_asked(start_teacher: Start, number: s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", seeds(2))
 def test_the_curve_survives_deaths_stops_and_departures_at_random(
     endpoint: str, start_teacher: Start, start_student: Start, seed: int
 ) -> None:
