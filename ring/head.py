@@ -14,15 +14,16 @@ from ring.core.config import Expectation
 from ring.core.errors import RemoteProtocolError
 from ring.core.messages import HEAD_DIGEST_BYTES, HeadInfo, HeadRequest
 from ring.prefetch import TORCH_DTYPES, Ring
-from transport.memory import as_bytes
+from transport.memory import as_bytes, check_free_memory
 
 
 def fetch_head(ring: Ring, *, columns: tuple[int, int] | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The head: weight [vocab, hidden] and bias [vocab] or None, in the head's dtype, owned by the caller.
 
     columns: first and last + 1 of those that are wanted; None: all.
-    Call it after `ring.open` and before the first `ring.submit`. Raises RemoteProtocolError: the bytes do not hash to
-    what the teacher announced (of some columns: to what it says of them). Raises TeacherLost."""
+    Call it after `ring.open` and before the first `ring.submit`. Raises ConfigError: not that much memory is free.
+    Raises RemoteProtocolError: the bytes do not hash to what the teacher announced (of some columns: to what it says of
+    them), or are no finite numbers. Raises TeacherLost."""
     head = ring.welcome.head
     start, stop = columns or (0, head.vocab_size)
     columns_bytes = columns_num_bytes(head, stop - start)
@@ -30,6 +31,11 @@ def fetch_head(ring: Ring, *, columns: tuple[int, int] | None = None) -> tuple[t
         return split_head(torch.empty(0, dtype=torch.uint8), head, num_columns=0)
     # The announced hash is over the whole head. Behind the bytes of some columns the teacher sends their own.
     num_bytes = columns_bytes + (0 if columns is None else HEAD_DIGEST_BYTES)
+    check_free_memory(
+        num_bytes,
+        purpose=f"{stop - start} columns of the teacher's head",
+        remedy="give it more, or use --vocab-parallel",
+    )
     fetched = torch.empty(num_bytes, dtype=torch.uint8)
     target = as_bytes(fetched)
     offsets = range(0, num_bytes, ring.slot_bytes)
@@ -46,7 +52,18 @@ def fetch_head(ring: Ring, *, columns: tuple[int, int] | None = None) -> tuple[t
     digest = hashlib.sha256(target[:columns_bytes]).hexdigest()
     if digest != announced:
         raise RemoteProtocolError(f"the teacher's head hashes to {digest}; it announced {announced}")
-    return split_head(fetched[:columns_bytes], head, num_columns=stop - start)
+    weight, bias = split_head(fetched[:columns_bytes], head, num_columns=stop - start)
+    _check_finite(weight[: max(0, head.real_vocab - start)])
+    return weight, bias
+
+
+def _check_finite(weight_VH: torch.Tensor) -> None:
+    """Columns that are padding may hold anything. Raises RemoteProtocolError: a NaN, or something infinite."""
+    # The two ends tell: both are NaN where one number is. No copy is made, as `isfinite` of all would.
+    if weight_VH.numel() and not torch.stack(torch.aminmax(weight_VH)).isfinite().all():
+        raise RemoteProtocolError(
+            "the teacher's head holds numbers that are not finite: no loss could be learned from it"
+        )
 
 
 def columns_num_bytes(head: HeadInfo, num_columns: int) -> int:

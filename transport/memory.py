@@ -140,13 +140,14 @@ def check_plain(tensor: torch.Tensor) -> None:
         )
 
 
-def check_free_memory(needed_bytes: int, *, purpose: str) -> None:
+def check_free_memory(
+    needed_bytes: int, *, purpose: str, remedy: str = "use a smaller ring depth or shorter rows, or give it more memory"
+) -> None:
     """Raises ConfigError: the machine, or the control group that this process runs in, has not that much left."""
     for place, free_bytes in _free_memory():
         if needed_bytes > free_bytes:
             raise ConfigError(
-                f"{purpose} need {needed_bytes} bytes of memory, but {place} has only {free_bytes} bytes free: "
-                "use a smaller ring depth or shorter rows, or give it more memory"
+                f"{purpose} need {needed_bytes} bytes of memory, but {place} has only {free_bytes} bytes free: {remedy}"
             )
 
 

@@ -55,6 +55,7 @@ from transport.ucx_link import (
     payload_tag,
 )
 from transport.ucx_receiver import UcxReceiver
+from transport.ucx_trial import check_address
 
 _INLINE_BYTES = 8192
 _MAX_PARTS = 1000  # their sizes fit into an announcement
@@ -96,7 +97,9 @@ def open_sender(description: Description, *, num_slots: int, slot_bytes: int, ti
         raise RemoteProtocolError(
             f"ucx is described by address, token, host, host_id and pid; got the keys {sorted(description)}"
         )
-    link = Link(token, listens=TO_TEACHER, speaks=TO_STUDENT, local_host=local_host_towards(host))
+    local_host = local_host_towards(host)
+    check_address(address, local_host=local_host)
+    link = Link(token, listens=TO_TEACHER, speaks=TO_STUDENT, local_host=local_host)
     try:
         link.connect(address, host=host_id, pid=pid)
         _greet(link, num_slots=num_slots, slot_bytes=slot_bytes, timeout_s=timeout_s)

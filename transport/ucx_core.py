@@ -170,8 +170,7 @@ class Connection:
     def __init__(self, worker: Worker, address: bytes) -> None:
         """Raises RemoteProtocolError: that is no address, or can't be reached.
 
-        UCX ends the process where what follows a right beginning is malformed: docs/security.md says whom that binds
-        us to trust."""
+        UCX may end the process where what follows a right beginning is malformed: see `transport.ucx_trial`."""
         own = worker.address()
         if len(address) not in _ADDRESS_BYTES or (address[0] ^ own[0]) & _ADDRESS_VERSION:
             raise RemoteProtocolError(
@@ -217,6 +216,15 @@ class Connection:
         return Transfer(self._worker, self._worker.ucp.ucp_ep_close_nbx(self._handle, byref(_FORCE)), self)
 
 
+#: Of the workers of this process that are open.
+_own_addresses: set[bytes] = set()
+
+
+def is_own_address(address: bytes) -> bool:
+    """Whether a worker of this process has it: then nobody else made it up."""
+    return address in _own_addresses
+
+
 class Worker:
     """Sends and receives; one thread at a time may call it. `fileno()`: readable with the next event after `arm()`."""
 
@@ -225,6 +233,7 @@ class Worker:
         self.transfers: set[Transfer] = set()
         self._context: Context | None = context
         self._connections: list[Connection] = []
+        self._addresses: set[bytes] = set()
         self.handle = c_void_p()
         params = lib.WorkerParams(field_mask=lib.WORKER_THREAD_MODE, thread_mode=lib.THREAD_MODE_SERIALIZED)
         status = self.ucp.ucp_worker_create(context.handle, byref(params), byref(self.handle))
@@ -247,9 +256,12 @@ class Worker:
         status = self.ucp.ucp_worker_get_address(self.handle, byref(address), byref(size))
         _check(status, TransportError, "UCX can't tell the address of a worker")
         try:
-            return ctypes.string_at(address, size.value)
+            own = ctypes.string_at(address, size.value)
         finally:
             self.ucp.ucp_worker_release_address(self.handle, address)
+        self._addresses.add(own)
+        _own_addresses.add(own)
+        return own
 
     def connect(self, address: bytes) -> Connection:
         """Returns before the other side knows. Raises RemoteProtocolError: that is no address, or can't be reached."""
@@ -308,6 +320,7 @@ class Worker:
             self.forget_done()
         self.ucp.ucp_worker_destroy(self.handle)
         self.transfers.clear()
+        _own_addresses.difference_update(self._addresses)
         self._context = None
 
 

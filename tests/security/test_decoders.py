@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from ring.core.errors import DisaggKDError, PeerLost, RemoteProtocolError, TransportError
 from ring.core.messages import Description, FillId, Scalar
 from tests.transport.peers import HANG_GUARD_S, wait_readable, while_serving
-from transport import registry, shm, zmq_tcp
+from transport import registry, shm, ucx, ucx_link, ucx_trial, zmq_tcp
 from transport.contract import Receiver
 from transport.memory import POISON_BYTE, SlotArena
 from transport.zmq_link import ANNOUNCE, CHUNK, GREETING, KIND_ANNOUNCE, KIND_CHUNK, MAGIC, Link, connect
@@ -163,6 +163,98 @@ def running(function: Callable[[], None]) -> Iterator[None]:
     thread.start()
     yield
     thread.join()
+
+
+# ---- the messages of ucx
+
+ucx_numbers = st.integers(0, 2**64 - 1) | st.integers(0, 4)
+small = st.integers(0, 2**16 - 1) | st.integers(0, 4)
+ucx_announcements = st.builds(
+    lambda ticket, seq, attempt, slot, num_bytes, header_bytes, num_parts, tail: (
+        ucx_link.ANNOUNCE.pack(
+            ucx_link.KIND_ANNOUNCE, ticket, seq, attempt, slot, num_bytes, header_bytes, num_parts
+        )
+        + tail
+    ),
+    ucx_numbers, signed, ucx_numbers, ucx_numbers, st.just(ARMED_BYTES) | ucx_numbers, small, small,
+    st.binary(max_size=300) | st.binary(min_size=ARMED_BYTES, max_size=ARMED_BYTES),
+)  # fmt: skip
+ucx_tickets = st.builds(ucx_link.TICKET.pack, st.sampled_from([ucx_link.KIND_SENT, ucx_link.KIND_ACK]), ucx_numbers)
+ucx_right = st.just(ucx_link.ANNOUNCE.pack(ucx_link.KIND_ANNOUNCE, 1, *FILL, ARMED_BYTES, 0, 0) + bytes(ARMED_BYTES))
+ucx_messages = st.lists(
+    ucx_right | ucx_announcements | ucx_tickets | st.binary(min_size=1, max_size=200), min_size=1, max_size=6
+)
+needs_ucx = pytest.mark.skipif("ucx" not in registry.available(), reason="there is no UCX here")
+
+
+@needs_ucx
+@given(said=ucx_messages)
+@fuzz
+def test_whatever_an_admitted_peer_sends_over_ucx_lands_nowhere_else(arena: SlotArena, said: list[bytes]) -> None:
+    for slot in range(NUM_SLOTS):
+        arena.poison(slot)
+    receiver = ucx.open_receiver(arena, bind_host="127.0.0.1")
+    receiver.arm(FILL, num_bytes=ARMED_BYTES)
+    description = receiver.describe()
+    token, address = description["token"], description["address"]
+    assert isinstance(token, bytes)
+    assert isinstance(address, bytes)
+    link = ucx_link.Link(token, listens=ucx_link.TO_TEACHER, speaks=ucx_link.TO_STUDENT, local_host="127.0.0.1")
+    try:
+        link.connect(address, host="elsewhere", pid=os.getpid())
+        greeting = ucx_link.GREETING.pack(ucx_link.KIND_GREETING, ucx_link.MAGIC, NUM_SLOTS, SLOT_BYTES)
+        link.say(greeting + ucx_link.WHO.pack(b"elsewhere", os.getpid()) + link.address())
+        for message in said:
+            link.say(message)
+        link.say(b"?")  # of no kind: with it the channel ends, if it has not ended before
+        deadline_s = time.monotonic() + HANG_GUARD_S
+        with suppress(PeerLost):
+            while time.monotonic() < deadline_s:
+                link.poll()
+                for arrival in receiver.poll():
+                    assert (arrival.fill, arrival.num_bytes) == (FILL, ARMED_BYTES)
+            pytest.fail("the channel did not end")
+        assert arena.view(0, torch.uint8, (SLOT_BYTES,))[ARMED_BYTES:].eq(POISON_BYTE).all()
+        assert arena.view(1, torch.uint8, (SLOT_BYTES,)).eq(POISON_BYTE).all()
+    finally:
+        link.close()
+        receiver.forget()
+
+
+@needs_ucx
+@given(data=st.data())
+@settings(fuzz, max_examples=MANY // 6)  # each starts a process
+def test_a_bent_address_of_ucx_ends_no_teacher(arena: SlotArena, data: st.DataObject) -> None:
+    """Some that were found this way are the end of whoever connects to them."""
+    receiver = ucx.open_receiver(arena, bind_host="127.0.0.1")
+    try:
+        description = receiver.describe()
+        address = description["address"]
+        assert isinstance(address, bytes)
+        begin, length = data.draw(st.integers(0, len(address) - 1)), data.draw(st.integers(0, 8))
+        bent = address[:begin] + data.draw(st.binary(max_size=8)) + address[begin + length :]
+        with pytest.raises(DisaggKDError):
+            ucx.open_sender(
+                {**description, "token": bytes(32), "address": bent},
+                num_slots=NUM_SLOTS,
+                slot_bytes=SLOT_BYTES,
+                timeout_s=0.01,
+            )
+    finally:
+        receiver.forget()
+
+
+@needs_ucx
+def test_an_address_that_ucx_dies_of_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, sys\n"
+        "if 'transport.ucx_trial' in sys.orig_argv:\n"
+        "    from transport import ucx_core\n"
+        "    ucx_core.Connection.__init__ = lambda *given: os.abort()\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(RemoteProtocolError, match=r"an address of 99 bytes that UCX dies of \(SIGABRT\)"):
+        ucx_trial.check_address(bytes(99), local_host="127.0.0.1")
 
 
 # ---- descriptions in the OFFER
