@@ -320,7 +320,7 @@ class ShmSender(Sender):
             self._outbox.popleft()
             self._done.append(ticket)
             self._tickets_ready.set()
-        if bool(self._outbox) != self._waits_for_room:
+        if self._lost is None and bool(self._outbox) != self._waits_for_room:
             self._waits_for_room = not self._waits_for_room
             self._news.modify(self._connection, select.EPOLLIN | (select.EPOLLOUT if self._waits_for_room else 0))
 

@@ -137,7 +137,11 @@ class Attempts:
     def on_timer(self, now_s: float, actions: list[Action]) -> None:
         """Do what is due, at exactly its time or later."""
         while (name := self.silences.pop_due(now_s)) is not None:
-            self.drop(self.known(name), f"not heard from for {self._config.peer_timeout_s:g} s", actions)
+            silent = self.known(name)
+            if silent.in_flight:
+                # Small messages may pass where large ones never do: it greets and is asked again and again.
+                self.fleet.failed(silent)
+            self.drop(silent, f"not heard from for {self._config.peer_timeout_s:g} s", actions)
         while (fill := self.deadlines.pop_due(now_s)) is not None:
             overdue = self.requests.in_flight(fill)
             assert overdue is not None  # a deadline ends with its attempt

@@ -186,7 +186,7 @@ class Fleet:
         self._list(replica)
 
     def failed(self, replica: Replica) -> None:
-        """It missed a deadline, answered wrongly, or refused."""
+        """It missed a deadline, fell silent while it was asked, answered wrongly, or refused."""
         self._unlist(replica)
         replica.num_failures += 1
         self._list(replica)

@@ -81,6 +81,27 @@ def test_coming_and_going_without_ever_filling_does_not_put_the_end_off() -> Non
     assert lost(ring.wait(0.1)) != []
 
 
+def test_a_replica_that_falls_silent_over_every_request_does_not_put_the_end_off() -> None:
+    """Small messages pass and large ones never do: it greets, is asked, and is not heard from again."""
+    ring = Driver(teacher_timeout_s=60.0, peer_timeout_s=5.0)
+    ring.submit(0)
+    while not (ended := lost(ring.log)) and ring.now_s < 100.0:
+        ring.up("a")
+        ring.wait(5.0, heard=False)
+        ring.wait(0.25)
+    assert "not heard from for 5 s" in ended[0]
+    assert ring.now_s < 70.0
+
+
+def test_a_replica_that_falls_silent_with_nothing_to_do_is_no_worse_a_teacher() -> None:
+    ring = Driver(teacher_timeout_s=10.0, peer_timeout_s=5.0)
+    ring.up("a")
+    ring.wait(5.0, heard=False)
+    ring.up("a")
+    ring.submit(0)
+    assert lost(ring.wait(12.0)) == []
+
+
 def test_a_replica_that_failed_counts_as_a_teacher_again_after_its_next_fill() -> None:
     ring = Driver(teacher_timeout_s=10.0, request_timeout_s=60.0)
     ring.up("a")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import pytest
 import torch
@@ -82,6 +83,22 @@ def test_t4_killing_the_student_wakes_the_teacher_with_peer_lost(peer: Peer, bac
     expect_lost(sender)
     with pytest.raises(PeerLost):
         sender.put(FillId(1, 1, 0), header=b"", parts=[source])
+    sender.close()
+
+
+@pytest.mark.parametrize("num_puts", [1, 3])
+def test_t4_a_student_that_dies_unnoticed_costs_the_next_put_a_lost_peer_and_nothing_else(
+    peer: Peer, backend: str, num_puts: int
+) -> None:
+    """Nothing looked at the channel between the death and the put, as when it comes while bytes are copied."""
+    sender = peer.accept(backend, num_slots=12, slot_bytes=SLOT_BYTES)
+    fills = fills_of(num_puts)
+    peer.call("arm", fills, SLOT_BYTES)
+    peer.kill()
+    with suppress(PeerLost):  # it may know already
+        for fill in fills:
+            sender.put(fill, header=b"", parts=[payload(1, SLOT_BYTES)])
+    expect_lost(sender)
     sender.close()
 
 
