@@ -73,7 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = parse(ReportConfig, arguments, prog=PROG, description=(__doc__ or "").split("\n")[0])
         if config.debug:
             set_up_logging(debug=True)
-        code = report(config, Console(), shell=" ".join(["python -m bench report", *arguments]))
+        out = Console(markup=False, emoji=False)
+        code = report(config, out, shell=" ".join(["python -m bench report", *arguments]))
 
     return run(command, prog=PROG, debug="--debug" in arguments) or code
 
@@ -174,7 +175,7 @@ def _all(progress: Progress, title: str, total: int, runs: Iterator[Run]) -> dic
 
 def _progress(console: Console) -> Progress:
     return Progress(
-        TextColumn("{task.description:<40}"),
+        TextColumn("{task.description:<40}", markup=False),
         BarColumn(bar_width=30),
         MofNCompleteColumn(),
         TimeElapsedColumn(),

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 import torch
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from bench.report import console
 from bench.transport_teacher import HANG_TIMEOUT_S, Open, Put, Teacher, teacher
@@ -84,8 +85,9 @@ def print_findings(out: Console, findings: Sequence[Finding]) -> None:
     for name in ("", "found", "verdict", "what to do"):
         table.add_column(name, overflow="fold")
     for finding in findings:
-        verdict = f"[{_STYLES[finding.verdict]}]{finding.verdict}[/]"
-        table.add_row(finding.about, finding.found, verdict, finding.remedy)
+        verdict = Text(finding.verdict, style=_STYLES[finding.verdict])
+        # What was found and what to do are anybody's text: a bracket in them is a bracket.
+        table.add_row(Text(finding.about), Text(finding.found), verdict, Text(finding.remedy))
     out.print(table)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from bench.records import Check, Spread
 
@@ -13,9 +14,11 @@ _STYLES = {"met": "green", "missed": "yellow", "failed": "bold red", "reported":
 
 
 def console() -> Console:
-    """Where benches print. A pipe or a log gets lines of its own width: nothing in a table is cut off or folded."""
-    out = Console()
-    return out if out.is_terminal else Console(width=120)
+    """Where benches print. A pipe or a log gets lines of its own width: nothing in a table is cut off or folded.
+
+    What is printed is text and no markup: `pip install 'disaggkd[ucx]'`, a path with brackets in it."""
+    out = Console(markup=False, emoji=False)
+    return out if out.is_terminal else Console(markup=False, emoji=False, width=120)
 
 
 def print_checks(out: Console, title: str, checks: Iterable[Check]) -> None:
@@ -32,7 +35,7 @@ def print_checks(out: Console, title: str, checks: Iterable[Check]) -> None:
             figure(check.measured, check.unit),
             "-" if check.target is None else f"{sign} {figure(check.target, check.unit)}",
             "-" if check.limit is None else f"{beyond} {figure(check.limit, check.unit)}",
-            f"[{_STYLES[check.verdict]}]{check.verdict}[/]",
+            Text(check.verdict, style=_STYLES[check.verdict]),
         )
     out.print(table)
 

@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def demo(config: ClusterConfig) -> None:
     """Raises ConfigError: bad flags. Raises StageFailed: a process of the demo failed; its log is named."""
     started_s = time.monotonic()
-    console, root = Console(), Path(config.out)
+    console, root = Console(markup=False, emoji=False), Path(config.out)
     out = root / "cluster"
     root.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(out, ignore_errors=True)

@@ -94,23 +94,19 @@ def _print(answer: Answer) -> None:
         print(json.dumps(record_of(answer), indent=2))
         return
     # Only here: programs that want JSON need not wait for it.
-    from rich.console import Console
-
     from planner.explain import explained
-    from planner.report import print_answer
+    from planner.report import console, print_answer
 
     if settings.explain:
         for line in explained(answer):
             print(line)
         print()
-    print_answer(answer, Console())
+    print_answer(answer, console())
     for path in paths:
         print(f"wrote {path}")
 
 
 def _print_presets() -> None:
-    from rich.console import Console
+    from planner.report import console, print_presets
 
-    from planner.report import print_presets
-
-    print_presets(Console())
+    print_presets(console())

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
+from rich.text import Text
 
 from planner.answer import Answer
 from planner.frontier import Frontier
@@ -23,15 +24,20 @@ _NAMES = {
 _COLOURS = {"colocated": "green", "disaggregated": "cyan", "nothing_fits": "red"}
 
 
+def console() -> Console:
+    """What is printed there is text and no markup: a model's name may be a path with brackets in it."""
+    return Console(markup=False, emoji=False)
+
+
 def print_answer(answer: Answer, out: Console) -> None:
     """All tables, and the verdict first."""
     plan, verdict = answer.plan, answer.verdict
     out.print(_heading(plan), highlight=False)
-    out.print(f"[bold {_COLOURS[verdict.choice]}]{verdict.headline}[/]", highlight=False)
+    out.print(verdict.headline, style=f"bold {_COLOURS[verdict.choice]}", highlight=False)
     for reason in verdict.reasons:
         out.print(_indented(reason), highlight=False)
     for warning in verdict.warnings:
-        out.print(_indented(f"[yellow]{warning}[/]"), highlight=False)
+        out.print(_indented(warning, style="yellow"), highlight=False)
     out.print()
     out.print(_layouts(plan))
     out.print(_memory(plan))
@@ -44,19 +50,21 @@ def print_answer(answer: Answer, out: Console) -> None:
     )
 
 
-def _indented(text: str) -> Padding:
+def _indented(text: str, *, style: str = "") -> Padding:
     """Its further lines as well."""
-    return Padding(text, (0, 0, 0, 2), expand=False)
+    return Padding(Text(text, style=style), (0, 0, 0, 2), expand=False)
 
 
-def _heading(plan: Plan) -> str:
+def _heading(plan: Plan) -> Text:
     question, settings = plan.question, plan.question.settings
     teacher, student = question.teacher, question.student
     nodes = f"{settings.nodes} node{'s' if settings.nodes > 1 else ''} of " if settings.nodes > 1 else ""
-    return (
-        f"[bold]{teacher.name}[/] ({_params(teacher.num_params)}, {_params(teacher.active_params)} active) teaches "
-        f"[bold]{student.name}[/] ({_params(student.num_params)}) on {nodes}{settings.gpus} x {question.gpu.name} "
-        f"({gb(question.gpu.memory_bytes)}), {settings.tokens_per_gpu:,} tokens a GPU"
+    return Text.assemble(
+        (teacher.name, "bold"),
+        f" ({_params(teacher.num_params)}, {_params(teacher.active_params)} active) teaches ",
+        (student.name, "bold"),
+        f" ({_params(student.num_params)}) on {nodes}{settings.gpus} x {question.gpu.name} "
+        f"({gb(question.gpu.memory_bytes)}), {settings.tokens_per_gpu:,} tokens a GPU",
     )
 
 
@@ -84,7 +92,7 @@ def _layouts(plan: Plan) -> Table:
             str(layout.num_nodes),
             f"{layout.memory.peak_bytes / 1e9:.1f}",
             f"{layout.needed_bytes / 1e9:.1f}",
-            "[green]yes[/]" if layout.fits else "[red]no[/]",
+            Text("yes", style="green") if layout.fits else Text("no", style="red"),
             str(layout.num_gpus),
             f"{layout.tokens_per_s:,.0f}",
             f"{layout.gpu_s_per_mtoken:,.0f}",

@@ -166,12 +166,13 @@ class Reporter:
         self._task: TaskID | None = None
         if sys.stdout.isatty() and not silent:
             self._progress = Progress(
-                TextColumn("{task.description}"),
+                TextColumn("{task.description}", markup=False),
                 BarColumn(),
                 MofNCompleteColumn(),
                 TimeRemainingColumn(),
-                TextColumn("{task.fields[note]}"),
-                console=Console(file=sys.stdout),
+                TextColumn("{task.fields[note]}", markup=False),
+                # What is said names paths and models: text, no markup.
+                console=Console(file=sys.stdout, markup=False, emoji=False),
             )
             self._task = self._progress.add_task("training", total=num_steps, completed=first_step, note="")
 

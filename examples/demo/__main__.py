@@ -105,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def demo(config: DemoConfig) -> None:
     """Raises ConfigError: bad flags. Raises StageFailed: a process of the demo failed; its log is named."""
     started_s = time.monotonic()
-    console = Console()
+    console = Console(markup=False, emoji=False)
     root = Path(config.out)
     root.mkdir(parents=True, exist_ok=True)
     with stage_progress(console) as progress:
@@ -239,7 +239,7 @@ def _teacher_eval(root: Path) -> float | None:
 
 def stage_progress(console: Console) -> Progress:
     return Progress(
-        TextColumn("{task.description:<46}"),
+        TextColumn("{task.description:<46}", markup=False),
         BarColumn(bar_width=30),
         MofNCompleteColumn(),
         TimeElapsedColumn(),

@@ -45,6 +45,19 @@ def test_people_get_a_verdict_and_tables(capsys: pytest.CaptureFixture[str]) -> 
     assert max(map(len, printed.splitlines())) <= 80
 
 
+@pytest.mark.parametrize("name", ["base[v2]", "base:smile:"])
+def test_a_model_is_named_as_its_directory_is(capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str) -> None:
+    """Its brackets and colons are no markup of the tables."""
+    config = {"model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 1000}
+    config |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 128}
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "config.json").write_text(json.dumps(config))
+    assert main(["--teacher", str(tmp_path / name), "--student", str(tmp_path / name), "--gpus", "2"]) == 0
+    printed = capsys.readouterr().out
+    assert f"{name} (" in printed
+    assert f"teaches {name}" in printed.replace("\n", " ")
+
+
 def test_every_key_of_the_json_is_documented_and_every_documented_key_is_there(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
+import pty
 import resource
 import subprocess
 import sys
@@ -15,7 +17,7 @@ import numpy as np
 import pytest
 
 from student.checkpoint import CheckpointError
-from student.metrics import MetricsFile, peak_rss_bytes
+from student.metrics import MetricsFile, Reporter, peak_rss_bytes
 from student.train.resume import warn_of_gaps
 
 BALLAST_BYTES = 512 * 2**20
@@ -80,3 +82,21 @@ def test_lines_that_are_gone_are_said(
         resumed.close()
     assert said in caplog.text
     assert bool(caplog.text) == bool(said)
+
+
+@pytest.mark.parametrize("name", ["out[v2]", "out[/b]", "out:smile:"])
+def test_a_path_on_a_terminal_is_said_as_it_is(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Beside the progress bar, which knows markup."""
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setenv("COLUMNS", "200")
+    screen, terminal = pty.openpty()
+    with open(terminal, "w") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        with Reporter(num_steps=1, first_step=0) as reporter:
+            reporter.say(f"the model is in {name}/model")
+    said = b""
+    with contextlib.suppress(OSError):  # as a terminal says that nobody writes to it any more
+        while received := os.read(screen, 65536):
+            said += received
+    os.close(screen)
+    assert f"the model is in {name}/model" in said.decode()
