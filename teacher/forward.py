@@ -150,8 +150,8 @@ class TeacherModel:
 
         Raises RemoteProtocolError, before anything is computed: a request is bad (`check_request` finds which).
         Raises LocalProtocolError likewise: a wire dtype that is not in `self.wire_dtypes`, or not one for each request.
-        Lifetime: where no cast is needed, pieces are slices of the pass's output and keep all of it alive: at most
-        `max_batch_tokens x hidden_size` elements until the last of them is dropped."""
+        Lifetime: where no cast is needed and half of a pass's output or more was asked for, pieces are slices of that
+        output and keep all of it alive. So what is kept is never more than twice the pieces."""
         if wire_dtypes is None:
             wire_dtypes = [self.dtype] * len(requests)
         if len(wire_dtypes) != len(requests) or not set(wire_dtypes) <= set(self.wire_dtypes):
@@ -205,12 +205,16 @@ class TeacherModel:
             batch_BS[row, : span.num_tokens] = tokens
         with torch.inference_mode():
             states_BSH = self.split.states(torch.from_numpy(batch_BS).to(self.split.weight_VH.device))
+            ranges = [rows[span.request][span.document] for span in spans]
+            num_wanted = sum(part.end - part.start for parts in ranges for part in parts)
+            # Few rows as slices would hold a whole output while they wait for a student that does not read.
+            copy = 2 * num_wanted < states_BSH.shape[0] * states_BSH.shape[1]
             return [
                 [
-                    states_BSH[row, part.start : part.end].to(dtypes[span.request]).contiguous()
-                    for part in rows[span.request][span.document]
+                    states_BSH[row, part.start : part.end].to(dtypes[span.request], copy=copy).contiguous()
+                    for part in parts
                 ]
-                for row, span in enumerate(spans)
+                for row, (span, parts) in enumerate(zip(spans, ranges, strict=True))
             ]
 
     def _spans(self, index: int, request: TokenRequest, rows: dict[int, list[_Rows]]) -> Iterator[Span]:

@@ -6,6 +6,7 @@ A new backend is one module with the functions of `transport.contract.Backend` a
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
@@ -13,6 +14,8 @@ from typing import TYPE_CHECKING, cast
 from ring.core.errors import ConfigError
 from transport.contract import Backend
 from transport.host import host_id as host_id
+
+logger = logging.getLogger(__name__)
 
 AUTO = "auto"
 _RDMA = "+rdma"
@@ -59,8 +62,9 @@ def offered(requested: str, *, same_process: bool = False) -> tuple[str, ...]:
     That is names of backends, and `NAME+rdma` for each that has an RDMA device here.
     Raises ConfigError: there is no such backend, it can't run here, or it leads to no other process and has to."""
     if requested == AUTO:
-        found = available(same_process=same_process)
-        return (*found, *(f"{name}{_RDMA}" for name in found if _has_rdma(name)))
+        rdma = {name: _has_rdma_if_it_loads(name) for name in available(same_process=same_process)}
+        usable = [name for name, has_rdma in rdma.items() if has_rdma is not None]
+        return (*usable, *(f"{name}{_RDMA}" for name in usable if rdma[name]))
     load(requested)
     if _entry(requested).same_process and not same_process:
         allowed = ", ".join((AUTO, *names()))
@@ -129,6 +133,15 @@ def _why_not(
 
 def _has_rdma(name: str) -> bool:
     return _entry(name).wants_rdma and _module(name).capabilities().rdma
+
+
+def _has_rdma_if_it_loads(name: str) -> bool | None:
+    """None: what it is built on is there and is broken, which is no reason to do without the other backends."""
+    try:
+        return _has_rdma(name)
+    except ConfigError as error:
+        logger.warning("transport %s is left out of auto: %s", name, error)
+        return None
 
 
 def _entry(name: str) -> Entry:

@@ -162,6 +162,15 @@ def test_pieces_are_slices_of_one_output_without_a_copy() -> None:
     assert all(piece.is_contiguous() and piece.dtype == torch.bfloat16 for piece in pieces)
 
 
+def test_few_rows_of_a_long_pass_do_not_keep_its_output_alive() -> None:
+    teacher = teacher_of("llama")
+    [[piece]] = teacher.forward_requests([request_of(document(40, seed=1), rows=[(37, 39)])])
+    assert piece.untyped_storage().nbytes() == piece.nbytes
+    [pieces] = teacher.forward_requests([request_of(document(40, seed=1), rows=[(0, 15), (20, 39)])])
+    kept = {piece.untyped_storage().data_ptr(): piece.untyped_storage().nbytes() for piece in pieces}
+    assert sum(kept.values()) <= 2 * sum(piece.nbytes for piece in pieces)
+
+
 def test_an_output_is_freed_once_its_pieces_are_dropped() -> None:
     teacher = teacher_of("llama")
     requests = [request_of(document(n, n)) for n in (40, 30)]

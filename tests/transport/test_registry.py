@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from ring.core.errors import ConfigError
-from transport import registry, shm, ucx
+from transport import registry, shm, ucx, ucx_core, ucx_library
 
 BOTH = {"student_backends": ("shm", "zmq"), "teacher_backends": ("shm", "zmq")}
 
@@ -58,6 +58,22 @@ def test_what_is_offered_says_where_rdma_is(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(ucx, "capabilities", lambda: dataclasses.replace(capabilities, rdma=True))
     assert registry.offered("ucx") == ("ucx", "ucx+rdma")
     assert registry.offered("auto")[-1] == "ucx+rdma"
+
+
+def test_auto_does_without_a_ucx_that_can_not_be_loaded_though_there_is_a_device(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(ucx, "rdma_devices", lambda: ["mlx5_0:1"])
+    monkeypatch.setenv("DISAGGKD_LIBUCP", "/nonexistent/libucp.so")
+    monkeypatch.setattr(ucx_core, "_contexts", {})
+    ucx_library.load.cache_clear()
+    try:
+        assert registry.offered("auto") == ("shm", "zmq")
+        assert "transport ucx is left out of auto: UCX can't be loaded (/nonexistent/libucp.so" in caplog.text
+        with pytest.raises(ConfigError, match="can't be loaded"):
+            registry.offered("ucx")
+    finally:
+        ucx_library.load.cache_clear()
 
 
 def test_auto_without_a_common_backend_names_each_and_its_reason() -> None:
