@@ -10,12 +10,13 @@ or not at all, as for one process; a shared file system is the user's part.
 
 from __future__ import annotations
 
+import copy
 import logging
 import threading
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +45,14 @@ _PREFIX = "model."
 
 @dataclass(frozen=True)
 class CheckpointParts:
-    """What a checkpoint is made of: tensors by name, as parts of the whole; and what the model's directory needs."""
+    """What a checkpoint is made of: tensors by name, as parts of the whole; and what the model's directory needs.
+
+    config: a copy, that names the dtype in which the weights are kept. Asked for it while it trains, a model that FSDP
+    gathers names the one that it computes in."""
 
     tensors: dict[str, Tensor]
-    model: Any
+    config: Any
+    generation_config: Any | None
     tokenizer: Any | None
 
     @classmethod
@@ -57,7 +62,9 @@ class CheckpointParts:
         """The live tensors, not copies."""
         tensors = {_MODEL + name: tensor for name, tensor in _model_tensors(model, shares).items()}
         tensors |= {_OPTIMIZER + name: _as_whole(name, t, shares) for name, t in optimizer_tensors.items()}
-        return cls(tensors, model, tokenizer)
+        config = copy.deepcopy(model.config)
+        config.dtype = next(share.local.dtype for name, share in shares.by_name.items() if name.startswith(_PREFIX))
+        return cls(tensors, config, model.generation_config if model.can_generate() else None, tokenizer)
 
     def staged(self) -> CheckpointParts:
         """Copies in host memory. Raises CheckpointError: there is no room for them."""
@@ -71,7 +78,7 @@ class CheckpointParts:
             raise CheckpointError(f"a checkpoint could not be copied to host memory: {error}") from error
         finally:
             stager.close()
-        return CheckpointParts(tensors, self.model, self.tokenizer)
+        return replace(self, tensors=tensors)
 
 
 def write_sharded_checkpoint(root: Path, state: TrainState, *, ranks: Ranks, parts: CheckpointParts, keep: int) -> None:
@@ -91,10 +98,9 @@ def write_sharded_checkpoint(root: Path, state: TrainState, *, ranks: Ranks, par
         shards(directory / SHARDS_DIR)
         with quiet_transformers():
             # What the model's own `save_pretrained` would write, but for the weights.
-            parts.model.config.dtype = parts.model.dtype
-            parts.model.config.save_pretrained(directory / "model")
-            if parts.model.can_generate():
-                parts.model.generation_config.save_pretrained(directory / "model")
+            parts.config.save_pretrained(directory / "model")
+            if parts.generation_config is not None:
+                parts.generation_config.save_pretrained(directory / "model")
             if parts.tokenizer is not None:
                 parts.tokenizer.save_pretrained(directory / "model")
 
