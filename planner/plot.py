@@ -25,6 +25,8 @@ _STYLES = {
     ("colocated", "fused"): ("#c98a1b", "^", "-."),
     ("disagg", "fused"): ("#2a6f97", "o", "-"),
 }
+#: A label on an axis in powers is so much further on than the one before it.
+LABELS_APART = 1.3
 _AXES = {
     "tokens": "tokens a GPU and microbatch",
     "gpus": "GPUs that train",
@@ -76,9 +78,11 @@ def _draw(answer: Answer, paths: list[Path]) -> None:
         va="center",
         color="#444444",
     )
-    if kind == "tokens":
+    if kind != "teachers":
         axes.set_xscale("log")
     points = {point.label: x for point, x in zip(answer.sweep, _positions(answer), strict=True)}
+    if kind == "gpus":
+        points = _with_room(points)
     rotation, align = (25, "right") if kind == "teachers" else (0, "center")
     axes.set_xticks(list(points.values()), list(points), rotation=rotation, ha=align)
     axes.minorticks_off()
@@ -88,7 +92,8 @@ def _draw(answer: Answer, paths: list[Path]) -> None:
     axes.set_title(f"{_title(answer)}: what a training GPU must hold", loc="left", fontsize=11)
     axes.grid(axis="y", color="#dddddd", linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, loc="upper right" if kind == "gpus" else "upper left")
+    # Below: within the axes it would cover a line sooner or later.
+    figure.legend(frameon=False, loc="outside lower center", ncols=len(LAYOUTS))
     for path in paths:
         figure.savefig(path, dpi=150)
     plt.close(figure)
@@ -109,6 +114,15 @@ def _positions(answer: Answer) -> list[float]:
         return [point.x for point in answer.sweep]
     order = list(dict.fromkeys(point.label for point in answer.sweep))
     return [float(order.index(point.label)) for point in answer.sweep]
+
+
+def _with_room(points: dict[str, float]) -> dict[str, float]:
+    """Those that stand far enough from the one before for both to be read."""
+    kept: dict[str, float] = {}
+    for label, x in points.items():
+        if not kept or x >= LABELS_APART * max(kept.values()):
+            kept[label] = x
+    return kept
 
 
 def _top(answer: Answer, capacity_gb: float) -> float:
