@@ -27,13 +27,15 @@ from ring.command import flag, parse, run
 from ring.core.errors import ConfigError
 
 PROG = "demo"
-#: Calibrated on two CPU cores: a longer-trained teacher is a better one, but five minutes is what a demo may take.
+#: Calibrated on two CPU cores: a longer-trained teacher is a better one, but minutes are what a demo may take.
 TEACHER_SHAPE = {"hidden_size": 256, "num_layers": 4}
 STUDENT_SHAPE = {"hidden_size": 128, "num_layers": 2}
 TEACHER_STEPS, TEACHER_LR = 400, 1.5e-3
 #: From random weights, and for models that know something already.
 STUDENT_LR, OWN_STUDENT_LR = 1.5e-3, 1e-4
 SEQUENCE_TOKENS, BATCH_SIZE = 256, 8
+#: For one pass of a large teacher on CPUs that have other things to do as well.
+PATIENCE_S = 600
 #: Between two processes of one machine.
 TRANSPORTS = ("shm", "zmq", "ucx")
 PROMPT = "def read_config(path):\n    "
@@ -114,25 +116,7 @@ def demo(config: DemoConfig) -> None:
         for directory in (kd_dir, ce_dir):
             shutil.rmtree(directory, ignore_errors=True)
         common = student_arguments(config, material, root)
-        serving = ["--model", material.teacher, "--listen", "tcp://127.0.0.1:*", "--threads", "1"]
-        with teacher([*serving, "--transport", config.transport], root=root) as service:
-            arguments = [
-                "--teacher",
-                service.endpoint,
-                "--transport",
-                config.transport,
-                "--kd-weight",
-                "0.9",
-                "--ce-weight",
-                "0.1",
-            ]
-            train(
-                [*common, *arguments, "--threads", "1"],
-                out=kd_dir,
-                num_steps=config.steps,
-                title=f"student, distilled over {config.transport}",
-                progress=progress,
-            )
+        _distil(config, material, common, kd_dir, progress)
         train(
             [*common, "--kd-weight", "0", "--ce-weight", "1"],
             out=ce_dir,
@@ -166,6 +150,25 @@ def demo(config: DemoConfig) -> None:
         wall_s=time.monotonic() - started_s,
     )
     _present(outcome, root, console)
+
+
+def _distil(config: DemoConfig, material: Material, common: Sequence[str], out: Path, progress: Progress) -> None:
+    """A student of the teacher's service, which runs meanwhile."""
+    serving = ("--model", material.teacher, "--listen", "tcp://127.0.0.1:*", "--threads", "1")
+    with teacher([*serving, "--transport", config.transport], root=out.parent) as service:
+        arguments = (
+            *("--teacher", service.endpoint, "--transport", config.transport, "--threads", "1"),
+            *("--kd-weight", "0.9", "--ce-weight", "0.1"),
+            # A teacher that dies is noticed all the same, within seconds.
+            *("--request-timeout", str(PATIENCE_S)),
+        )
+        train(
+            [*common, *arguments],
+            out=out,
+            num_steps=config.steps,
+            title=f"student, distilled over {config.transport}",
+            progress=progress,
+        )
 
 
 def embedded_material(config: DemoConfig, root: Path, progress: Progress) -> Material:

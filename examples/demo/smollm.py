@@ -54,6 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def prepared(root: Path) -> tuple[Path, Path]:
     """(teacher, student), made where they are not there yet. Raises ConfigError: the package can't be had or read."""
     teacher, student = root / "teacher", root / "student"
+    bars: Any = transformers.utils.logging
+    bars.disable_progress_bar()
     if not teacher.exists():
         if importlib.util.find_spec("gguf") is None:
             raise ConfigError(

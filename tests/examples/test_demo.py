@@ -15,6 +15,7 @@ import pytest
 from bench.stages import running
 from examples.demo.__main__ import DemoConfig
 from examples.demo.__main__ import main as demo_main
+from examples.demo.memory import HIDDEN_SIZE, VOCAB_SIZE, measure
 from examples.demo.samples import ANY_PROMPT, first_words
 from tests.tiny_models import tiny_tokenizer
 
@@ -105,3 +106,8 @@ def test_a_demo_that_cannot_end_well_does_not_begin(
     assert len(lines) == 1
     assert said in lines[0]
     assert not (tmp_path / "demo").exists()
+
+
+def test_what_the_fused_loss_takes_is_no_less_than_the_gradient_that_it_sums() -> None:
+    """A peak of the call before it, or of making its inputs, is not taken off."""
+    assert measure("fused") > VOCAB_SIZE * HIDDEN_SIZE * 4
