@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 import torch
 
-from ring.core.errors import LocalProtocolError, RemoteProtocolError, TransportError
+from ring.core.errors import LocalProtocolError, PeerLost, RemoteProtocolError, TransportError
 from ring.core.messages import FillId
 from tests.transport.peers import HANG_GUARD_S, wait_readable
 from transport import local
@@ -18,6 +18,8 @@ from transport.memory import SlotArena
 
 FILL = FillId(1, 1, 0)
 NUM_BYTES = 4096
+#: What must not happen during a copy would have happened by then. A slow machine may hide a fault, and fails nothing.
+SETTLED_S = 0.2
 
 
 @pytest.fixture
@@ -55,8 +57,10 @@ class HalfWay:
 
 
 @pytest.fixture
-def half_way(monkeypatch: pytest.MonkeyPatch) -> HalfWay:
-    return HalfWay(monkeypatch)
+def half_way(monkeypatch: pytest.MonkeyPatch) -> Iterator[HalfWay]:
+    made = HalfWay(monkeypatch)
+    yield made
+    made.go_on.set()
 
 
 def putting(sender: Sender) -> threading.Thread:
@@ -109,10 +113,17 @@ def test_closing_the_sender_waits_for_its_copy(receiver: Receiver, half_way: Hal
     assert half_way.reached.wait(HANG_GUARD_S)
     closing = threading.Thread(target=sender.close)
     closing.start()
+    # No event says that it waits; one that does not is over, or heard of, long before this.
+    closing.join(SETTLED_S)
+    assert closing.is_alive()
+    assert receiver.poll() == [], "and its end is not told either"
     half_way.go_on.set()
     closing.join(HANG_GUARD_S)
+    assert not closing.is_alive()
     thread.join(HANG_GUARD_S)
     assert [arrival.fill for arrival in receiver.poll()] == [FILL]
+    with pytest.raises(PeerLost):
+        receiver.poll()
 
 
 def test_both_sides_work_in_one_thread_without_waiting(arena: SlotArena, receiver: Receiver) -> None:
