@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import logging
 import threading
+import traceback
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -174,7 +175,25 @@ class BackgroundWriter:
         self._thread.join()
         self._thread = None
         error, self._error = self._error, None
+        if error is not None:
+            _empty_frames(error)
         return error
+
+
+def _empty_frames(error: BaseException) -> None:
+    """Let go of what the failed calls worked with, a copy of the checkpoint among it: whoever keeps an error keeps
+    them too, and an error in one of its own frames is only found by the next full collection."""
+    waiting: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while waiting:
+        one = waiting.pop()
+        if one is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        traceback.clear_frames(one.__traceback__)
+        waiting += [one.__cause__, one.__context__]
+        if isinstance(one, CheckpointException):
+            waiting += [cause for cause, _ in one.failures.values()]
 
 
 def load_model_parts(checkpoint: Checkpoint, model: Any, shares: Shares) -> None:

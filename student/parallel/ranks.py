@@ -38,6 +38,9 @@ _torch: Any = dist
 #: While one rank loads and tokenizes the others wait; one that ends is noticed at once all the same.
 START_TIMEOUT_S = 4 * 3600.0
 
+#: Of an error that ends the run on every rank.
+_KNOWN = "_is_known_to_all_ranks"
+
 
 class RankFailed(DisaggKDError):
     """Another rank of the run failed; it says itself why, with the same exit code."""
@@ -115,8 +118,6 @@ class Ranks:
         self._patient: dist.ProcessGroup | None = None
         self._background: dist.ProcessGroup | None = None
         self._vocab_mesh: DeviceMesh | None = None
-        # Shared with the copy for the background: one run, one end.
-        self._known_to_all: list[BaseException] = []
         if launch.world_size == 1 and not wants_groups:
             return
         if device.type == "cuda":
@@ -235,12 +236,13 @@ class Ranks:
 
     def known_to_all(self, error: ErrorT) -> ErrorT:
         """Mark what this rank raises once every rank knows that the run ends: they can still do things together."""
-        self._known_to_all.append(error)
+        # At the error itself: a list of them would keep all that their tracebacks hold.
+        setattr(error, _KNOWN, True)
         return error
 
     def is_known_to_all(self, error: BaseException) -> bool:
         """Whether every rank ends with this error, or with its own of the same end."""
-        return any(error is known for known in self._known_to_all)
+        return getattr(error, _KNOWN, False) is True
 
     def one_after_the_first(self, action: Callable[[], T]) -> T:
         """`action` on one rank of every machine, then on the others, which find in a cache what the first left."""

@@ -112,6 +112,12 @@ def test_a_checkpoint_that_fails_in_the_background_costs_neither_the_next_one_no
     assert "step 6 is there" not in world.first.errors
 
 
+def test_a_checkpoint_that_failed_leaves_nothing_in_memory(tmp_path: Path) -> None:
+    """Each is a copy of all that the rank trains: with what the next one copies two would be there."""
+    for rank in run_ranks("tests.ranks.failed_writer", tmp_path / "root", size=2, cwd=tmp_path):
+        rank.succeed()
+
+
 def test_a_run_that_can_save_nothing_more_ends(endpoint: str, start_world: StartWorld) -> None:
     flags = ("--checkpoint-every", 2, *MANY_STEPS)
     world = start_world("--teacher", endpoint, *flags, size=2, **with_fault("full for good", rank=1))
