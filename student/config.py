@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from ring.command import flag
+from ring.core.config import MAX_COUNT
 from ring.core.errors import ConfigError
 
 DEFAULT_ENDPOINT = "tcp://127.0.0.1:5555"
@@ -116,6 +117,7 @@ class TrainConfig:
             "vocab_parallel",
         ):
             _require(self, name, getattr(self, name) >= 1, ">= 1")
+        _require(self, "max_batch_tokens", self.max_batch_tokens <= MAX_COUNT, f"<= {MAX_COUNT}")
         _require(self, "max_length", self.max_length >= 2, ">= 2")
         for name in (
             *("ring_spares", "warmup_steps", "checkpoint_every", "eval_every", "eval_samples", "threads"),

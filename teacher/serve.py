@@ -28,6 +28,7 @@ import zmq
 from ring.auth import load_keyring
 from ring.command import describe, flag, parse, run, set_up_logging
 from ring.control import ZmqPort, longest_request_bytes
+from ring.core.config import MAX_COUNT
 from ring.core.errors import ConfigError
 from ring.determinism import fix_kernels
 from ring.endpoints import check_exposure
@@ -74,6 +75,8 @@ class ServeConfig:
         for name in ("max_batch_tokens", "max_students"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"--{name.replace('_', '-')} must be >= 1, got {getattr(self, name)}")
+        if self.max_batch_tokens > MAX_COUNT:
+            raise ConfigError(f"--max-batch-tokens must be <= {MAX_COUNT}, got {self.max_batch_tokens}")
         if len(self.replica.encode()) > MAX_NAME_BYTES:
             raise ConfigError(f"--replica must have at most {MAX_NAME_BYTES} bytes, got {len(self.replica.encode())}")
         if not 0 <= self.threads <= MAX_THREADS:
@@ -103,13 +106,14 @@ def serve(config: ServeConfig) -> None:
         torch.set_num_threads(config.threads)
     if config.deterministic:
         fix_kernels(num_threads=config.threads or torch.get_num_threads())
-    _forget_ready_file(config.ready_file)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     # Bound before the model is loaded: a port in use is said at once, and early students wait instead of failing.
     port = ZmqPort(
         context, config.listen, keyring=keyring, max_frame_bytes=longest_request_bytes(config.max_batch_tokens)
     )
     try:
+        # Not before the port is ours: the file may be that of a teacher that holds it.
+        _forget_ready_file(config.ready_file)
         with admitting(port):
             model = load_teacher(config.model, dtype=config.dtype, device=config.device)
         service = TeacherService(

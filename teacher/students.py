@@ -26,8 +26,6 @@ from transport.registry import host_id, load, names
 
 #: How long a student's endpoint may take to answer.
 OPEN_TIMEOUT_S = 5.0
-#: Slots of one student: far more than any ring needs, and few enough that a full queue of them is no danger.
-MAX_OFFERED_SLOTS = 4096
 #: No channel is opened with fewer descriptors left: at the limit libzmq ends the process.
 MIN_FREE_DESCRIPTORS = 64
 #: What a channel that is being opened may still take.
@@ -142,8 +140,6 @@ class Students:
         backends = [name for name in self._config.backends if name in names(same_process=True)]
         if offer.backend not in backends:
             raise RemoteProtocolError(f"transport {offer.backend!r}; allowed: {', '.join(backends)}")
-        if not 1 <= offer.num_slots <= MAX_OFFERED_SLOTS:
-            raise RemoteProtocolError(f"{offer.num_slots} slots; allowed: 1 to {MAX_OFFERED_SLOTS}")
         if offer.wire_dtype not in self._model.wire_dtypes:
             allowed = ", ".join(dtype.value for dtype in self._model.wire_dtypes)
             raise RemoteProtocolError(f"wire dtype {offer.wire_dtype.value}; allowed: {allowed}")
@@ -158,8 +154,11 @@ class Students:
         # By then the opening has ended by itself, or never will.
         student.expires_s = now_s + 2 * OPEN_TIMEOUT_S
         thread = threading.Thread(target=self._open, args=(student, offer), name="teacher-open", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # no more threads for this user or container
+            raise TransportError(f"the teacher can't open a channel: {error}; raise its limit of threads") from error
         self._openings[thread] = student
-        thread.start()
 
     def _open(self, student: Student, offer: Offer) -> None:
         try:

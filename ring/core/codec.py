@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 import msgpack
 
-from ring.core.config import MAX_SLOTS
+from ring.core.config import MAX_COUNT, MAX_SLOTS
 from ring.core.errors import LocalProtocolError, RemoteProtocolError
 from ring.core.fields import (
     Bool,
@@ -62,13 +62,12 @@ MAX_ITEMS = 64
 #: Longest text that is meant for people, in bytes of UTF-8.
 MAX_TEXT_BYTES = 4096
 
-_TAG = "t"
 _VERSION = "v"
 
 _NAME = Str(256)
 _ID = Str(128)
 _TEXT = Str(MAX_TEXT_BYTES)
-_COUNT = Int(0, 2**31 - 1)
+_COUNT = Int(0, MAX_COUNT)
 _SIZE = Int(0, 2**48)
 _HASH = Bytes(64)
 _SECONDS = Float(lowest=0.0)

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from ring.core.errors import ConfigError
 from ring.core.messages import WireDtype
 
-#: Bounds of the ring's size; the codec refuses slot numbers beyond them.
-MAX_SLOTS = 65_536
+#: Of a ring: far more than any needs, and few enough that a teacher's queue full of them is no danger.
+MAX_SLOTS = 4096
+#: Of anything that messages count: rows, tokens, columns.
+MAX_COUNT = 2**31 - 1
 #: Requests of the largest size that a teacher queues for one student; of smaller ones it takes more.
 MAX_QUEUED_REQUESTS = 64
 

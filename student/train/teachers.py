@@ -117,9 +117,11 @@ def connected(
 def check_teachers(config: TrainConfig) -> None:
     """All that can be said of the teachers' flags before anything is loaded.
 
-    Raises ConfigError: no endpoint or model, one that leaves the machine unprotected, no keys, no such transport."""
+    Raises ConfigError: no endpoint or model, one that leaves the machine unprotected, no keys, no such transport, too
+    many slots."""
     if config.kd_weight == 0:
         return
+    _ring_config(config)
     if config.layout == "colocated":
         from teacher.load import check_source
 

@@ -15,7 +15,7 @@ from ring.core.messages import Description, Goodbye, Welcome
 from teacher import students as students_module
 from teacher.complaints import Complaints
 from teacher.forward import TeacherModel
-from teacher.students import MAX_OFFERED_SLOTS, OPEN_TIMEOUT_S, ServiceConfig, Students
+from teacher.students import OPEN_TIMEOUT_S, ServiceConfig, Students
 from tests.ring.rig import HANG_GUARD_S, Teacher, consume, make_hello, open_ring, wait_until
 from tests.ring.test_handshake import Stranger, an_offer
 from tests.transport.test_memory import few_descriptors
@@ -45,13 +45,24 @@ def test_an_offer_of_what_is_no_backend_costs_that_student_alone(model: TeacherM
             consume(ring, model, range(3))
 
 
-def test_an_offer_of_too_many_slots_is_refused_with_the_limit(model: TeacherModel) -> None:
+def test_an_opening_for_which_no_thread_is_left_costs_that_student_alone(
+    model: TeacherModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class NoThread(threading.Thread):
+        def start(self) -> None:
+            raise RuntimeError("can't start new thread")
+
     with Teacher(model) as asked:
         stranger = Stranger(asked.endpoint)
         assert isinstance(stranger.ask(make_hello(model)), Welcome)
-        answer = stranger.ask(an_offer(model, num_slots=MAX_OFFERED_SLOTS + 1))
-        assert answer == Goodbye(reason=f"{MAX_OFFERED_SLOTS + 1} slots; allowed: 1 to {MAX_OFFERED_SLOTS}")
+        with monkeypatch.context() as patch:
+            patch.setattr(students_module.threading, "Thread", NoThread)
+            answer = stranger.ask(an_offer(model))
+        assert isinstance(answer, Goodbye)
+        assert "can't start new thread" in answer.reason
         stranger.close()
+        with open_ring(model, asked) as ring:
+            consume(ring, model, range(3))
 
 
 def test_a_student_that_leaves_keeps_its_place_until_its_opening_has_ended(

@@ -180,7 +180,7 @@ def test_the_first_replica_sets_the_fingerprint_where_none_was_given() -> None:
         {"depth": 2.5},
         {"depth": True},
         {"num_spares": -1},
-        {"depth": 65_535, "num_spares": 2},
+        {"depth": 4095, "num_spares": 2},
         {"max_pending": 0},
         {"request_timeout_s": 0.0},
         {"teacher_timeout_s": float("nan")},

@@ -16,6 +16,8 @@ BAD_FLAGS = [
     (("--steps", "0"), "--steps must be >= 1, got 0"),
     (("--steps", "5", "--epochs", "1"), "--steps 5 and --epochs 1: give one of them"),
     (("--batch-size", "0"), "--batch-size must be >= 1, got 0"),
+    (("--max-batch-tokens", "3000000000"), "--max-batch-tokens must be <= 2147483647, got 3000000000"),
+    (("--ring-depth", "5000"), "depth + num_spares must be <= 4096, got 5000 + "),
     (("--lr", "-1"), "--lr must be > 0, got -1"),
     (("--lr", "nan"), "lr"),
     (("--precision", "fp8"), "--precision must be bf16, fp32 or fp64, got 'fp8'"),
@@ -99,6 +101,7 @@ def test_bare_commands_name_what_they_need_where_there_is_no_demo(tmp_path: Path
         (("--listen", "tcp://0.0.0.0:5557"), "--listen tcp://0.0.0.0:5557 leaves this machine"),
         (("--transport", "pigeon"), "no transport is called 'pigeon'"),
         (("--max-batch-tokens", "0"), "--max-batch-tokens must be >= 1, got 0"),
+        (("--max-batch-tokens", "3000000000"), "--max-batch-tokens must be <= 2147483647, got 3000000000"),
         (("--student-timeout", "0"), "--student-timeout must be > 0, got 0"),
         (("--threads", "-1"), "--threads must be 0 to 4096, got -1"),
         (("--dtype", "int4"), "int4"),
@@ -126,6 +129,19 @@ def test_a_port_in_use_is_said_before_the_model_is_loaded(
     check_refusal(
         second, 2, f"--listen {endpoint} can't be bound: Address already in use", "allowed: a free local port"
     )
+
+
+def test_a_teacher_that_finds_its_port_taken_leaves_the_ready_file_of_the_one_that_has_it(
+    tmp_path: Path, endpoint: str, processes: list[Command]
+) -> None:
+    ready = tmp_path / "ready"
+    ready.write_text(endpoint)
+    second = Command(
+        *("teacher.serve", "--model", "/no/such/model", "--listen", endpoint, "--ready-file", ready), cwd=tmp_path
+    )
+    processes.append(second)
+    assert second.wait() == 2
+    assert ready.read_text() == endpoint
 
 
 def test_a_ready_file_of_an_earlier_life_is_not_left_to_be_believed(
