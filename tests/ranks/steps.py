@@ -205,9 +205,10 @@ def reach_of_step(exp_avg_sq: Tensor, step: int) -> Tensor:
 
     AdamW moves a weight by lr m / (sqrt(v) + eps), both averages of gradients up to now. An error d in each of them
     changes m by d at most and sqrt(v) too, and m is at most 2 sqrt(v) in the first steps: in all 3 lr d / (sqrt(v) +
-    eps). Of a gradient near 0 that is a whole step: its sign may be any."""
+    eps). Of a gradient near 0 that is a whole step: its sign may be any. Where there is none (tokens that do not occur)
+    nothing moves."""
     v = exp_avg_sq.double() / (1 - OPTIMIZER.beta2**step)
-    return 3 * LR * math.sqrt(float(v.sum())) / (v.sqrt() + OPTIMIZER.eps)
+    return torch.where(v > 0, 3 * LR * math.sqrt(float(v.sum())) / (v.sqrt() + OPTIMIZER.eps), 0.0)
 
 
 def whole_of(share: Share, local: Tensor | None) -> Tensor:

@@ -9,7 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import time
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +28,11 @@ from tests.ranks.conftest import NUM_STEPS, StartWorld
 from tests.ranks.test_runs import assert_same_curve
 from tests.ranks.world import World
 from tests.system.conftest import Inputs, Start
-from tests.system.processes import Command, check_refusal, curve, environment
+from tests.system.processes import Command, Teacher, check_refusal, curve, environment
 
 HALF = NUM_STEPS // 2
+#: A request of a rank has 4 bytes for each of some 140 tokens; a ping has 30.
+MORE_THAN_PINGS_BYTES = 400
 
 
 def settings(size: int, accum: int) -> tuple[object, ...]:
@@ -110,13 +112,21 @@ def test_a_world_that_is_started_anew_goes_on_from_the_last_checkpoint(
     assert "resuming from" in again.first.errors
 
 
-def kill_with_a_checkpoint(world: World, *, before: Callable[[], None] = lambda: None) -> None:
-    """As torchrun does when one of them is gone. before: what happens just before."""
+def kill_with_a_checkpoint(world: World) -> None:
+    """As torchrun does when one of them is gone."""
     world.first.until(lambda: bool(world.first.checkpoints), "a checkpoint is there")
-    before()
     for rank in world.ranks:
         rank.send(signal.SIGKILL)
     world.wait()
+
+
+def unread_by(teacher: Teacher) -> list[int]:
+    """Bytes that the kernel holds for each connection of the control plane that the teacher has yet to read from: what
+    is longer than any message but a request."""
+    port = int(teacher.endpoint.rpartition(":")[2])
+    lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    sizes = [int(line[4].partition(":")[2], 16) for line in lines if int(line[1].partition(":")[2], 16) == port]
+    return [size for size in sizes if size > MORE_THAN_PINGS_BYTES]
 
 
 def test_fills_of_the_former_generation_are_refused(
@@ -141,7 +151,11 @@ def test_what_the_former_generation_asked_for_never_reaches_the_next_one(
     """A stopped teacher holds what it was asked for. When it wakes up, the next generation is there."""
     teacher = start_teacher()
     flags = ("--teacher", teacher.endpoint, "--checkpoint-every", 2, "--transport", transport, "--run-name", "job")
-    kill_with_a_checkpoint(start_world(*flags, size=2), before=lambda: teacher.send(signal.SIGSTOP))
+    world = start_world(*flags, size=2)
+    world.until_step(2)
+    teacher.send(signal.SIGSTOP)
+    world.first.until(lambda: len(unread_by(teacher)) == 2, "a request of each rank waits at the teacher")
+    kill_with_a_checkpoint(world)
     again = start_world(*flags, size=2, restarts=1)
     again.first.until(lambda: "started anew" in again.first.errors, "it is about to ask")
     teacher.send(signal.SIGCONT)
@@ -236,8 +250,8 @@ def test_torchrun_starts_a_world_anew_that_lost_a_rank(
         killed = False
         while agent.poll() is None:
             if not killed and list(out.glob("checkpoints/step-*")):
-                os.kill(children_of(agent.pid)[-1], signal.SIGKILL)
-                killed = True
+                killed = kill_a_child(agent.pid)
+            time.sleep(0.01)
         assert agent.wait() == 0, log.read_text()[-3000:]
     finally:
         agent.kill()
@@ -247,5 +261,9 @@ def test_torchrun_starts_a_world_anew_that_lost_a_rank(
     assert_same_curve(out, one_rank_curve)
 
 
-def children_of(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+def kill_a_child(pid: int) -> bool:
+    """False: it has none at the moment."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    if children:
+        os.kill(int(children[-1]), signal.SIGKILL)
+    return bool(children)

@@ -19,6 +19,8 @@ from tests.ranks.world import run_steps
 #: Relative, by norm: one step's gradients, and the curve and weights after several.
 GRADIENT_TOLERANCES = {"fp64": 1e-9, "fp32": 1e-5}
 CURVE_TOLERANCES = {"fp64": 1e-9, "fp32": 1e-4}
+#: Of one in float32, seen: up to 1.2e-6 with experts, 4e-7 without. Of the weights that follow up to 0.3 of this.
+GRADIENT_ERROR = 2e-6
 #: Of a weight in float32, over all steps.
 ROUNDING = 1e-6
 
@@ -46,9 +48,9 @@ def assert_same(found: Found, wanted: Found, way: Way) -> None:
             continue
         ours, theirs = found[what].double(), wanted[what].double()
         if kind == "weights" and way.dtype == "fp32":
-            slack = GRADIENT_TOLERANCES["fp32"] * reach[name] + ROUNDING * theirs.abs()
+            slack = GRADIENT_ERROR * reach[name] + ROUNDING * theirs.abs()
             # Else it would say nothing.
-            assert float((slack < 0.1 * LR).double().mean()) > 0.9, f"{way.name}: {what}"
+            assert float((slack < 0.1 * LR).double().mean()) > 0.7, f"{way.name}: {what}"
             error = float(((ours - theirs).abs() / slack).max())
             assert error <= 1, f"{way.name}: {what} differs by {error:.2g} times what the gradients allow"
             continue
