@@ -42,12 +42,11 @@ ELEMENT_BYTES: dict[Arithmetic, ElementBytes] = {
 
 @dataclass(frozen=True, kw_only=True)
 class LayerActivations:
-    """Bytes a token. `saved`: held until the layer's backward pass. `forward`: the most that a pass without gradients
-    has at one time. `backward`: gradients of activations that its backward pass has at one time, beside `saved`."""
+    """Bytes a token. `saved`: held until the layer's backward pass. `working`: the most that a pass without gradients
+    has at one time, and, since a gradient is as large as what it is of, what a backward pass has beside `saved`."""
 
     saved: int
-    forward: int
-    backward: int
+    working: int
 
 
 def norm_bytes(width: int, num_norms: int, input_bytes: int, style: NormStyle) -> int:
@@ -88,9 +87,8 @@ def layer_activations(
     if attention.kind == "delta" and delta_kernel == "torch":
         mixing = _delta_torch_saved(attention, element, sequence_tokens) + widths * 8
     routed = hidden * product * feed_forward.top_k
-    forward = 2 * stream + hidden * product + max(mixing // tp, 3 * feed_forward.width * product // tp + 2 * routed)
-    backward = 2 * stream + hidden * product + max(mixing // tp, 3 * feed_forward.width * product // tp + 2 * routed)
-    return LayerActivations(saved=saved, forward=forward, backward=backward)
+    working = 2 * stream + hidden * product + max(mixing // tp, 3 * feed_forward.width * product // tp + 2 * routed)
+    return LayerActivations(saved=saved, working=working)
 
 
 def _attention_saved(
@@ -168,7 +166,7 @@ def _feed_forward_saved(shape: FeedForwardShape, hidden: int, element: ElementBy
     product = element.product
     inner = 4 * shape.width * product // tp
     if not shape.top_k:
-        return linear_input_bytes(hidden, 1 if _is_fused(shape, hidden) else 2, element) + inner
+        return linear_input_bytes(hidden, 1 if _is_fused(shape) else 2, element) + inner
     # Routed: the router's input and softmax, each expert's gathered input and its output before the weighted sum.
     routing = hidden * product + 4 * shape.num_experts + 20 * shape.top_k
     if shape.has_shared:
@@ -177,7 +175,7 @@ def _feed_forward_saved(shape: FeedForwardShape, hidden: int, element: ElementBy
     return routing + inner + 2 * shape.top_k * hidden * product
 
 
-def _is_fused(shape: FeedForwardShape, hidden: int) -> bool:
+def _is_fused(shape: FeedForwardShape) -> bool:
     """Whether gate and up are one matrix: two tensors instead of three."""
     return shape.params.tensors == 2
 

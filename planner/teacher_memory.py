@@ -44,7 +44,7 @@ def pass_bytes(model: ModelShape, *, element_bytes: int, sequence_tokens: int, t
     """Bytes a token of a pass without gradients: the widest layer's, nothing is saved, no cache is kept."""
     arithmetic: Arithmetic = "fp32" if element_bytes == 4 else "bf16"
     return max(
-        layer_activations(layer, model, arithmetic, sequence_tokens=sequence_tokens, tp=tp).forward
+        layer_activations(layer, model, arithmetic, sequence_tokens=sequence_tokens, tp=tp).working
         for layer in model.layers
     )
 

@@ -55,8 +55,9 @@ def trainer_memory(setup: TrainerSetup) -> DeviceMemory:
         base += [_teacher_weights(setup)]
         moments.append(moment("teacher", [*base, *earlier, *_teacher_pass_terms(setup)]))
     held = _held_terms(setup)
-    layer, layer_params = _widest_layer(setup)
-    gathered = 0 if setup.shards == 1 else divided(layer_params, by=setup.tp)
+    layer = _widest_layer(setup)
+    # While one layer is at work the next is gathered, which may be one of another kind: the largest counts.
+    gathered = 0 if setup.shards == 1 else divided(setup.student.largest_layer.params.count, by=setup.tp)
     casts = setup.arithmetic == "autocast"
     if casts and setup.checkpointing:
         moments.append(
@@ -180,11 +181,15 @@ def _layer_activations(setup: TrainerSetup, index: int) -> LayerActivations:
     )
 
 
-def _widest_layer(setup: TrainerSetup) -> tuple[LayerActivations, int]:
-    """The layer that holds most, and its parameters."""
+def _widest_layer(setup: TrainerSetup) -> LayerActivations:
+    """Of the layer whose backward pass takes most, besides what the whole forward pass holds."""
     layers = [_layer_activations(setup, index) for index in range(len(setup.student.layers))]
-    index = max(range(len(layers)), key=lambda index: layers[index].saved + layers[index].backward)
-    return layers[index], setup.student.largest_layer.params.count
+    return max(layers, key=lambda layer: _backward_bytes(setup, layer))
+
+
+def _backward_bytes(setup: TrainerSetup, layer: LayerActivations) -> int:
+    """A token of one layer at work: its saved tensors where they were dropped and are made again, and gradients."""
+    return layer.working + (layer.saved if setup.checkpointing else 0)
 
 
 def _held_terms(setup: TrainerSetup) -> list[Term]:
@@ -293,8 +298,7 @@ def _full_terms(setup: TrainerSetup) -> list[Term]:
 
 def _backward_terms(setup: TrainerSetup, layer: LayerActivations, gathered: int) -> list[Term]:
     """One layer at work: its saved tensors where they were dropped, gradients on their way, gathered weights."""
-    saved = layer.saved if setup.checkpointing else 0
-    per_token = saved + layer.backward
+    per_token = _backward_bytes(setup, layer)
     terms = [
         Term(
             "layer_working_set",

@@ -180,11 +180,6 @@ class MicroBatchPlan:
         assert self._epochs is not None  # the constructor requires one of the two
         return self._count_before(self._epochs)[0]
 
-    def sample_at(self, position: int) -> int:
-        """The id of the sample at a position of the endless order."""
-        epoch, place = divmod(position, self.num_samples)
-        return int(self._layout(epoch).order[place])
-
     def step_at(self, position: int) -> int:
         """How many steps end at or before this position.
 

@@ -62,11 +62,6 @@ def test_without_a_seed_the_samples_keep_their_order() -> None:
     assert trained(list(make_plan(6, seed=None, epochs=2).steps())) == [0, 1, 2, 3, 4, 5] * 2
 
 
-def test_sample_at_agrees_with_the_steps() -> None:
-    plan = make_plan(10, epochs=3)
-    assert [plan.sample_at(position) for position in range(30)] == trained(list(plan.steps()))
-
-
 # --- steps ---------------------------------------------------------------------------------------
 
 
