@@ -97,12 +97,12 @@ def open_sender(description: Description, *, num_slots: int, slot_bytes: int, ti
         raise RemoteProtocolError(
             f"ucx is described by address, token, host, host_id and pid; got the keys {sorted(description)}"
         )
-    local_host = local_host_towards(host)
-    check_address(address, local_host=local_host)
+    until_s, local_host = time.monotonic() + timeout_s, local_host_towards(host)
+    check_address(address, local_host=local_host, timeout_s=timeout_s)
     link = Link(token, listens=TO_TEACHER, speaks=TO_STUDENT, local_host=local_host)
     try:
         link.connect(address, host=host_id, pid=pid)
-        _greet(link, num_slots=num_slots, slot_bytes=slot_bytes, timeout_s=timeout_s)
+        _greet(link, num_slots=num_slots, slot_bytes=slot_bytes, timeout_s=until_s - time.monotonic())
     except BaseException:
         link.close()
         raise

@@ -2,7 +2,7 @@
 and takes the process along. So a process of its own connects to it first, which nobody misses.
 
 It says nothing to whoever is there, and ends at once. What it does is what `Link` does; where that is the same in both
-processes an address that passed kills neither. `python -m transport.ucx_trial DEVICES < ADDRESS` is that process.
+processes an address that passed kills neither.
 """
 
 from __future__ import annotations
@@ -12,32 +12,45 @@ import resource
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 from ring.core.errors import DeadlineExceeded, DisaggKDError, RemoteProtocolError, TransportError
 from transport import ucx_core
 from transport.devices import net_devices
 
-#: Python, UCX and its devices take a fraction of a second to start; on a machine that is overloaded many times that.
-TIMEOUT_S = 20.0
 _REFUSED, _FAILED = 3, 4
 #: Its way out is ours to see, and nobody's to trace.
 _SETTINGS = {"UCX_HANDLE_ERRORS": "none", "UCX_LOG_LEVEL": "fatal"}
+#: Arguments: where our packages are, the local host, and where else this process finds modules. Ours go before other
+#: packages, which may have their names, and behind the standard library; -P keeps the directory that we are in out.
+_CODE = """
+import sys
+at = next((i for i, path in enumerate(sys.path) if path.endswith("-packages")), len(sys.path))
+sys.path[at:at] = sys.argv[1:2]
+sys.path += sys.argv[3:]
+from transport.ucx_trial import main
+main(sys.argv[2])
+"""
 
 
-def check_address(address: bytes, *, local_host: str) -> None:
-    """Blocks for as long as a process takes to start. An address of this very process passes as it is.
+def check_address(address: bytes, *, local_host: str, timeout_s: float) -> None:
+    """Blocks for as long as a process takes to start and to open UCX's devices: a fraction of a second. An address of
+    this very process passes as it is.
 
     Raises RemoteProtocolError: UCX refuses the address, or dies of it. Raises TransportError: it can't be tried.
-    Raises DeadlineExceeded: that came to no end."""
+    Raises DeadlineExceeded."""
     if ucx_core.is_own_address(address):
         return
-    # Not the directory that we are in: what lies there may have our modules' names.
-    command = [sys.executable, "-P", "-m", "transport.ucx_trial", local_host]
-    environment = os.environ | _SETTINGS | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    ours = str(Path(__file__).resolve().parents[1])
+    command = [sys.executable, "-P", "-c", _CODE, ours, local_host, *filter(None, sys.path)]
     try:
-        trial = subprocess.run(command, input=address, env=environment, capture_output=True, timeout=TIMEOUT_S)
+        trial = subprocess.run(
+            command, input=address, env=os.environ | _SETTINGS, capture_output=True, timeout=timeout_s
+        )
     except subprocess.TimeoutExpired as error:
-        raise DeadlineExceeded(f"ucx: trying an address of {len(address)} bytes took {TIMEOUT_S:g} s") from error
+        raise DeadlineExceeded(
+            f"ucx: an address of {len(address)} bytes was not tried within {timeout_s:g} s"
+        ) from error
     except OSError as error:
         raise TransportError(f"ucx: no process to try an address in: {error}") from error
     said = (trial.stderr.decode(errors="replace").splitlines() or ["nothing"])[-1]
@@ -50,24 +63,15 @@ def check_address(address: bytes, *, local_host: str) -> None:
         raise TransportError(f"ucx: the address could not be tried: {said}")
 
 
-def main() -> int:
-    """The trial; returns its exit code."""
+def main(local_host: str) -> None:
+    """The trial of the address on stdin; ends the process."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    address = sys.stdin.buffer.read()
+    code = 0
     try:
-        worker = ucx_core.Worker(ucx_core.context(net_devices=net_devices(sys.argv[1])))
-        worker.connect(address)
-    except RemoteProtocolError as error:
-        print(error, file=sys.stderr)
-        return _REFUSED
+        worker = ucx_core.Worker(ucx_core.context(net_devices=net_devices(local_host)))
+        worker.connect(sys.stdin.buffer.read())
     except DisaggKDError as error:
-        print(error, file=sys.stderr)
-        return _FAILED
-    return 0
-
-
-if __name__ == "__main__":
-    code = main()
-    sys.stderr.flush()
+        print(error, file=sys.stderr, flush=True)
+        code = _REFUSED if isinstance(error, RemoteProtocolError) else _FAILED
     # Not closed in order: that would talk to whoever is at the address.
     os._exit(code)

@@ -8,6 +8,8 @@ import textwrap
 
 import pytest
 
+from tests.rights import lack
+
 #: One slot of 4096 states of 8192 numbers in bf16 is all of that /dev/shm.
 SLOT_BYTES = 4096 * 8192 * 2
 FILL_THREE_SLOTS = """
@@ -42,5 +44,5 @@ def test_slots_larger_than_dev_shm_are_filled_without_a_sigbus() -> None:
     command = [sys.executable, "-c", script, str(SLOT_BYTES)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     if done.returncode == 77:
-        pytest.skip(f"no right to mount in a namespace of its own here: {done.stdout.strip()}")
+        lack(f"no right to mount in a namespace of its own here: {done.stdout.strip()}")
     assert (done.returncode, done.stdout) == (0, "filled\n"), done.stderr

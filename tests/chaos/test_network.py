@@ -11,6 +11,7 @@ import pytest
 
 from tests.chaos.cable import HOSTS, Cable, NoRights
 from tests.chaos.conftest import Quiet, Start
+from tests.rights import lack
 from tests.system.processes import Student, curve, free_port
 
 pytestmark = pytest.mark.slow
@@ -29,7 +30,7 @@ def cable(chaos_seed: int) -> Iterator[Cable]:
     try:
         made = Cable(seed=chaos_seed)
     except NoRights as error:
-        pytest.skip(f"no network namespaces: {error}")
+        lack(f"no network namespaces: {error}")
     yield made
     made.close()
 

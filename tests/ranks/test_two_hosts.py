@@ -9,6 +9,7 @@ import pytest
 from tests.chaos.cable import HOSTS, Cable, NoRights
 from tests.ranks.conftest import StartWorld
 from tests.ranks.test_runs import assert_same_curve
+from tests.rights import lack
 from tests.system.conftest import Start
 from tests.system.processes import free_port
 
@@ -25,7 +26,7 @@ def test_two_ranks_on_one_host_learn_from_a_teacher_on_another(
     try:
         cable = Cable(seed=7)
     except NoRights as error:
-        pytest.skip(f"no network namespaces: {error}")
+        lack(f"no network namespaces: {error}")
     try:
         cable.be(0, 1, delay_s=0.005, rate_bytes_per_s=10e6)
         env = WAYS[way]

@@ -20,6 +20,7 @@ from teacher.complaints import Complaints
 from teacher.forward import TeacherModel
 from teacher.load import prepare
 from teacher.students import ServiceConfig, Students
+from tests.rights import needs_root
 from tests.ring.rig import make_hello
 from tests.tiny_models import tiny_model, tiny_tokenizer
 from transport import registry, shm
@@ -116,7 +117,7 @@ def test_a_path_from_another_host_is_not_followed(model: TeacherModel) -> None:
     assert student.offer is None
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can listen as another user")
+@needs_root
 def test_a_socket_of_another_user_gets_no_token_of_the_teacher() -> None:
     with tempfile.TemporaryDirectory() as name:  # pytest's own directories are closed to other users
         Path(name).chmod(0o777)

@@ -17,8 +17,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ring.core.errors import DisaggKDError, PeerLost, RemoteProtocolError, TransportError
+from ring.core.errors import DeadlineExceeded, DisaggKDError, PeerLost, RemoteProtocolError, TransportError
 from ring.core.messages import Description, FillId, Scalar
+from tests.system.processes import REPOSITORY
 from tests.transport.peers import HANG_GUARD_S, wait_readable, while_serving
 from transport import registry, shm, ucx, ucx_link, ucx_trial, zmq_tcp
 from transport.contract import Receiver
@@ -233,13 +234,11 @@ def test_a_bent_address_of_ucx_ends_no_teacher(arena: SlotArena, data: st.DataOb
         assert isinstance(address, bytes)
         begin, length = data.draw(st.integers(0, len(address) - 1)), data.draw(st.integers(0, 8))
         bent = address[:begin] + data.draw(st.binary(max_size=8)) + address[begin + length :]
-        with pytest.raises(DisaggKDError):
-            ucx.open_sender(
-                {**description, "token": bytes(32), "address": bent},
-                num_slots=NUM_SLOTS,
-                slot_bytes=SLOT_BYTES,
-                timeout_s=0.01,
-            )
+        link = ucx_link.Link(bytes(32), listens=ucx_link.TO_TEACHER, speaks=ucx_link.TO_STUDENT, local_host="127.0.0.1")
+        with suppress(RemoteProtocolError):
+            ucx_trial.check_address(bent, local_host="127.0.0.1", timeout_s=HANG_GUARD_S)
+            link.connect(bent, host="elsewhere", pid=1)
+        link.close()
     finally:
         receiver.forget()
 
@@ -248,13 +247,30 @@ def test_a_bent_address_of_ucx_ends_no_teacher(arena: SlotArena, data: st.DataOb
 def test_an_address_that_ucx_dies_of_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "sitecustomize.py").write_text(
         "import os, sys\n"
-        "if 'transport.ucx_trial' in sys.orig_argv:\n"
+        "if any('transport.ucx_trial' in one for one in sys.orig_argv):\n"
+        f"    sys.path.append({str(REPOSITORY)!r})\n"
         "    from transport import ucx_core\n"
         "    ucx_core.Connection.__init__ = lambda *given: os.abort()\n"
     )
-    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with pytest.raises(RemoteProtocolError, match=r"an address of 99 bytes that UCX dies of \(SIGABRT\)"):
-        ucx_trial.check_address(bytes(99), local_host="127.0.0.1")
+        ucx_trial.check_address(bytes(99), local_host="127.0.0.1", timeout_s=HANG_GUARD_S)
+
+
+@needs_ucx
+def test_files_where_we_are_do_not_get_into_the_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("enum", "re", "ring", "transport"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('not yours')\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend("")
+    with pytest.raises(RemoteProtocolError, match="an address of 15 bytes"):
+        ucx_trial.check_address(bytes(15), local_host="127.0.0.1", timeout_s=HANG_GUARD_S)
+
+
+@needs_ucx
+def test_a_trial_ends_with_the_time_for_the_opening() -> None:
+    with pytest.raises(DeadlineExceeded, match=r"not tried within 0\.001 s"):
+        ucx_trial.check_address(bytes(99), local_host="127.0.0.1", timeout_s=0.001)
 
 
 # ---- descriptions in the OFFER

@@ -14,6 +14,7 @@ import zmq
 from bench.cli import main
 from ring.auth import MAX_PEERS, Keyring, load_keyring, make_keyrings
 from ring.core.errors import ConfigError
+from tests.rights import needs_root
 
 
 @pytest.fixture(autouse=True)
@@ -121,7 +122,7 @@ def test_keys_that_others_could_read_or_change_are_refused(teacher: Keyring, pat
         load_keyring(teacher.directory)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+@needs_root
 def test_keys_of_another_user_are_refused(teacher: Keyring) -> None:
     os.chown(teacher.directory / "peers" / "student.pub", 12345, -1)
     with pytest.raises(ConfigError, match="belongs to user 12345; allowed: user 0"):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import random
 import re
 import signal
@@ -12,33 +10,13 @@ from typing import Any
 
 import pytest
 
+from tests.chaos.witness import held, listening_ports, owners_of, slots_of
 from tests.seeds import seeds
 from tests.system.conftest import NUM_STEPS, Start
 from tests.system.processes import curve, free_port
 
 #: Enough steps are left after it for the loss of a teacher to be felt, whatever is prefetched.
 EARLY = 8
-
-
-def slots_of(pid: int) -> set[int]:
-    """The inodes of the slots that a process has open or mapped; none where it is gone."""
-    found = set()
-    with contextlib.suppress(OSError):
-        for fd in Path(f"/proc/{pid}/fd").iterdir():
-            if "memfd:disaggkd" in os.readlink(fd):
-                found.add(fd.stat().st_ino)
-        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
-            if "memfd:disaggkd" in line:
-                found.add(int(line.split()[4]))
-    return found
-
-
-def owners_of(slots: set[int]) -> set[int]:
-    return {
-        int(entry.name)
-        for entry in Path("/proc").iterdir()
-        if entry.name.isdigit() and slots_of(int(entry.name)) & slots
-    }
 
 
 @pytest.mark.parametrize("transport", ["shm", "zmq"])
@@ -173,19 +151,39 @@ def test_the_curve_survives_deaths_stops_and_departures_at_random(
     assert deeds >= 5
 
 
-def test_nothing_is_left_behind_when_both_sides_are_killed(start_teacher: Start, start_student: Start) -> None:
-    port = free_port()
-    teacher = start_teacher(port=port)
-    student = start_student("--teacher", teacher.endpoint, "--transport", "shm", "--steps", 100000)
-    student.until_step(EARLY)
-    slots = slots_of(student.pid)
-    assert len(slots) == 5, "a memfd a slot"
-    assert owners_of(slots) == {teacher.pid, student.pid}
-    student.send(signal.SIGKILL)
-    student.wait()
-    teacher.until(lambda: not owners_of(slots), "it let go of the slots of a student that is gone")
+@pytest.mark.parametrize("transport", ["shm", "zmq"])
+def test_nothing_is_left_behind_when_both_sides_are_killed(
+    start_teacher: Start, start_student: Start, tmp_path: Path, transport: str
+) -> None:
+    port, sockets = free_port(), tmp_path / "sockets"
+    sockets.mkdir(mode=0o700)
+    env = {"XDG_RUNTIME_DIR": str(sockets)}
+    teacher = start_teacher(port=port, env=env)
+    slots: set[int] = set()
+
+    def kill_a_student(number: int) -> None:
+        flags = ("--teacher", teacher.endpoint, "--transport", transport, "--steps", 100000)
+        student = start_student(*flags, out=f"out-{number}", env=env)
+        student.until_step(EARLY)
+        held_slots = slots_of(student.pid)
+        assert len(held_slots) == 5, "a memfd a slot"
+        assert owners_of(held_slots) == {student.pid} | ({teacher.pid} if transport == "shm" else set())
+        slots.update(held_slots)
+        student.send(signal.SIGKILL)
+        student.wait()
+        teacher.until(lambda: not owners_of(slots), "it let go of the slots of a student that is gone")
+        assert list(sockets.iterdir()) == []
+
+    kill_a_student(0)  # whatever is made once and kept is there after it
+    teacher.until(lambda: "left" in teacher.errors, "it noticed that the student is gone")
+    before = held(teacher.pid)
+    kill_a_student(1)
+    teacher.until(lambda: held(teacher.pid) == before, f"it holds {before} again, and no more")
+    assert listening_ports(teacher.pid) == {int(port)}
     teacher.send(signal.SIGKILL)
     teacher.wait()
-    again = start_teacher(port=port)
+    assert owners_of(slots) == set()
+    assert list(sockets.iterdir()) == []
+    again = start_teacher(port=port, env=env)
     again.send(signal.SIGTERM)
     assert again.wait() == 0
