@@ -25,6 +25,7 @@ from ring.core.errors import ConfigError, DisaggKDError, PeerLost, RemoteProtoco
 from ring.core.messages import Message
 from ring.endpoints import address_towards, parse_endpoint
 from ring.lookup import Lookup, MechanismProbe
+from transport.host import DESCRIPTORS_A_LINK, check_descriptors
 
 logger = logging.getLogger(__name__)
 
@@ -119,12 +120,13 @@ class ZmqLink:
         """With a keyring the link is encrypted, and only the owner of teacher_key can be at its other end.
 
         address: where the name in the endpoint leads to, None: it is an address itself.
-        Raises ConfigError: the endpoint is none."""
+        Raises ConfigError: the endpoint is none. Raises TransportError: too few descriptors are left."""
         self._name = endpoint
         self._address = address or endpoint
         # What a name leads to may change while nobody is there yet.
         self._give_up_at_s = float("inf") if address in (None, endpoint) else time.monotonic() + LOOK_AGAIN_S
         self._keyring = keyring
+        check_descriptors(DESCRIPTORS_A_LINK, what=f"the connection to {endpoint}")
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.IDENTITY, b"s" + secrets.token_bytes(12))
         _bound_socket(self._socket, self._address, max_frame_bytes=MAX_ANSWER_BYTES)

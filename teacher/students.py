@@ -7,9 +7,6 @@ does it: a student behind a wall holds up nobody else. One that says hello and t
 from __future__ import annotations
 
 import logging
-import os
-import resource
-import sys
 import threading
 import time
 from collections import deque
@@ -22,14 +19,13 @@ from teacher.complaints import Complaints
 from teacher.destinations import Destinations
 from teacher.forward import TeacherModel
 from transport.contract import Sender, Ticket
+from transport.host import DESCRIPTORS_A_LINK, check_descriptors
 from transport.registry import host_id, load, names
 
 #: How long a student's endpoint may take to answer.
 OPEN_TIMEOUT_S = 5.0
-#: No channel is opened with fewer descriptors left: at the limit libzmq ends the process.
+#: No channel is opened with fewer descriptors left.
 MIN_FREE_DESCRIPTORS = 64
-#: What a channel that is being opened may still take.
-DESCRIPTORS_A_CHANNEL = 32
 
 logger = logging.getLogger(__name__)
 
@@ -146,9 +142,8 @@ class Students:
         if student.hello.host_id != host_id() and load(offer.backend).capabilities().same_host_only:
             # A path or a process id from another machine would mean something else here.
             raise RemoteProtocolError(f"transport {offer.backend!r} between two hosts; allowed: within one")
-        needed = MIN_FREE_DESCRIPTORS + DESCRIPTORS_A_CHANNEL * len(self._openings)
-        if (free := _num_free_descriptors()) < needed:
-            raise TransportError(f"the teacher has {free} descriptors left; {needed} needed: raise its `ulimit -n`")
+        needed = MIN_FREE_DESCRIPTORS + DESCRIPTORS_A_LINK * len(self._openings)
+        check_descriptors(needed, what="the teacher, for one more channel,")
         self._config.destinations.check(offer)
         student.offer = offer
         # By then the opening has ended by itself, or never will.
@@ -228,9 +223,3 @@ class Students:
         if hello.vocab_size > model.head_spec.vocab_size:
             return f"the student's vocabulary has {hello.vocab_size} tokens, the teacher's {model.head_spec.vocab_size}"
         return None
-
-
-def _num_free_descriptors() -> int:
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    used = len(os.listdir("/proc/self/fd"))
-    return sys.maxsize if limit == resource.RLIM_INFINITY else limit - used

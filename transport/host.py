@@ -1,11 +1,18 @@
-"""Whether two processes share a host, as far as transports care."""
+"""What transports have to know of the host: whether two processes share it, and how many descriptors are left."""
 
 from __future__ import annotations
 
 import hashlib
 import os
+import resource
+import sys
 import uuid
 from pathlib import Path
+
+from ring.core.errors import TransportError
+
+#: What a link of zmq may take: its context's threads, its sockets and their monitor, its connection.
+DESCRIPTORS_A_LINK = 32
 
 
 def host_id() -> str:
@@ -22,3 +29,12 @@ def host_id() -> str:
         return f"unknown-{uuid.uuid4().hex}"  # shares with nobody
     whole = "\n".join([boot_id, *namespaces, str(os.getuid())])
     return hashlib.sha256(whole.encode()).hexdigest()[:32]
+
+
+def check_descriptors(needed: int, *, what: str) -> None:
+    """Raises TransportError: fewer are left. At the limit libzmq ends the process, in a thread of its own, so it has to
+    be asked before."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = sys.maxsize if limit == resource.RLIM_INFINITY else limit - len(os.listdir("/proc/self/fd"))
+    if free < needed:
+        raise TransportError(f"{what} needs {needed} descriptors, and {max(free, 0)} are left: raise `ulimit -n`")

@@ -33,6 +33,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from ring.core.errors import ConfigError, DeadlineExceeded, RemoteProtocolError, TransportError
 from ring.core.messages import Description
+from transport.host import DESCRIPTORS_A_LINK, check_descriptors
 from transport.wakeup import Wakeup
 from transport.zap import Knock, ZapHandler
 
@@ -70,6 +71,7 @@ class Link:
     """A DEALER socket, its monitor, and one descriptor that becomes readable when either has news."""
 
     def __init__(self) -> None:
+        check_descriptors(DESCRIPTORS_A_LINK, what="a link of zmq")
         self._context = zmq.Context(io_threads=1)
         self._sockets: list[zmq.Socket[bytes]] = []
         self._wakeup = Wakeup()

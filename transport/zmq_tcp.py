@@ -108,6 +108,7 @@ class ZmqReceiver(Receiver):
         self._acks: deque[bytes] = deque()
         self._connections: set[int] = set()  # sockets of whoever is connected, the teacher's among them
         self._peer: int | None = None
+        self._is_gone = False  # the peer
         self._lost: str | None = None
         self._dropped = 0
         self._closed = False
@@ -272,7 +273,9 @@ class ZmqReceiver(Receiver):
                 self._connections.add(connection)
             elif event in (zmq.EVENT_DISCONNECTED, zmq.EVENT_CLOSED):
                 self._connections.discard(connection)
-        return self._peer is not None and self._peer not in self._connections
+                # For good: the number may be a stranger's connection by the next look.
+                self._is_gone |= connection == self._peer
+        return self._is_gone or (self._peer is not None and self._peer not in self._connections)
 
 
 class ZmqSender(Sender):

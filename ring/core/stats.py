@@ -55,10 +55,9 @@ class RingStats:
 
     `num_free` .. `num_quarantined`: the slots by state; they sum to depth + spares. `occupancy_frac`: filled or leased
     slots over depth. `pending`: submitted, never dispatched; `waiting`: to be asked again. `retries`: attempts that
-    were given up; `drops`: answers that were dropped (R3). `student_stall_s`: how long the trainer waited for fills,
-    added by the shell, which has the clock. `teacher_stall_s`, `teacher_forward_s`, `teacher_queue_s`: sums over
-    accepted fills of what their headers say (idle, forward, queue). `unserved_s`: how long work has waited without a
-    replica to serve it since the last accepted fill; at teacher_timeout_s the run is lost.
+    were given up; `drops`: answers that were dropped (R3). `teacher_stall_s`, `teacher_forward_s`, `teacher_queue_s`:
+    sums over accepted fills of what their headers say (idle, forward, queue). `unserved_s`: how long work has waited
+    without a replica to serve it since the last accepted fill; at teacher_timeout_s the run is lost.
     """
 
     num_free: int
@@ -77,7 +76,6 @@ class RingStats:
     retries_by_cause: Mapping[RetryCause, int]
     drops: int
     drops_by_cause: Mapping[DropCause, int]
-    student_stall_s: float
     teacher_stall_s: float
     teacher_forward_s: float
     teacher_queue_s: float

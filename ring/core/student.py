@@ -258,7 +258,6 @@ class StudentMachine:
             retries_by_cause=MappingProxyType(dict(self._attempts.retries)),
             drops=sum(self._drops.values()),
             drops_by_cause=MappingProxyType(dict(self._drops)),
-            student_stall_s=0.0,
             teacher_stall_s=self._teacher_stall_s,
             teacher_forward_s=self._teacher_forward_s,
             teacher_queue_s=self._teacher_queue_s,

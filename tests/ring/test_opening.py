@@ -6,7 +6,7 @@ import logging
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,7 @@ from teacher import students as students_module
 from teacher.complaints import Complaints
 from teacher.forward import TeacherModel
 from teacher.students import OPEN_TIMEOUT_S, ServiceConfig, Students
-from tests.ring.rig import HANG_GUARD_S, Teacher, consume, make_hello, open_ring, wait_until
+from tests.ring.rig import HANG_GUARD_S, Teacher, consume, make_hello, make_ring, open_ring, wait_until
 from tests.ring.test_handshake import Stranger, an_offer
 from tests.transport.test_memory import few_descriptors
 
@@ -91,10 +91,21 @@ def test_no_channel_is_opened_with_the_last_descriptors(model: TeacherModel) -> 
         with few_descriptors(40):
             answer = stranger.ask(an_offer(model, backend="zmq"))
         assert isinstance(answer, Goodbye)
-        assert "descriptors left; 64 needed: raise its `ulimit -n`" in answer.reason
+        assert "for one more channel, needs 64 descriptors, and " in answer.reason
+        assert answer.reason.endswith("are left: raise `ulimit -n`")
         stranger.close()
         with open_ring(model, asked) as ring:
             consume(ring, model, range(3))
+
+
+def test_a_trainer_without_descriptors_waits_for_some_and_says_so(model: TeacherModel) -> None:
+    with Teacher(model) as asked, ExitStack() as stack:
+        with few_descriptors(24):
+            ring = stack.enter_context(make_ring(model, asked))
+            wait_until(lambda: "are left: raise `ulimit -n`" in ring._pump.last_errors(), "the complaint")
+        ring.wait_welcome(timeout_s=HANG_GUARD_S)
+        ring.open(max_rows=64, wire_dtype=model.dtype)
+        consume(ring, model, range(3))
 
 
 @contextmanager

@@ -168,7 +168,7 @@ BOMBS = {
     "4 GiB string": b"\xdb\xff\xff\xff\xff",
     "4 GiB extension": b"\xc9\xff\xff\xff\xff\x01",
     "4 GiB string as a value": b"\x81\xa1v\xdb\xff\xff\xff\xff",
-    "long array": b"\xdc\xff\xff" + b"\xc0" * 4095,
+    "long array": b"\xdc\xff\xff" + b"\xc0" * 65_535,
     "deep arrays": b"\x91" * 200_000,
     "deep wide arrays": b"\xdc\x00\x40" * 100_000,
     "deep maps": b"\x81\xa1v" * 100_000,

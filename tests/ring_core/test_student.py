@@ -207,7 +207,7 @@ def test_stats_are_a_frozen_snapshot_that_adds_up() -> None:
     expected = {
         "num_free": 2, "num_in_flight": 2, "num_filled": 1, "num_leased": 1, "num_quarantined": 0,
         "occupancy_frac": 0.5, "pending": 2, "waiting": 0, "submitted": 6, "fills": 2, "released": 0,
-        "bytes_received": 128, "retries": 0, "drops": 0, "student_stall_s": 0.0, "teacher_stall_s": 1.0,
+        "bytes_received": 128, "retries": 0, "drops": 0, "teacher_stall_s": 1.0,
         "teacher_forward_s": 0.5, "teacher_queue_s": 0.25, "unserved_s": 0.0,
     }  # fmt: skip
     assert {name: getattr(stats, name) for name in expected} == expected

@@ -16,6 +16,7 @@ import zmq
 from ring.core.errors import ConfigError, DeadlineExceeded, PeerLost, RemoteProtocolError, TransportError
 from ring.core.messages import Description, FillId
 from tests.transport.peers import HANG_GUARD_S, payload, wait_readable, while_serving
+from tests.transport.test_memory import few_descriptors
 from transport import zmq_tcp
 from transport.contract import Receiver, Sender
 from transport.memory import POISON_BYTE, SlotArena
@@ -94,6 +95,12 @@ def test_a_wrong_token_or_key_is_turned_away_at_once_and_the_right_one_still_wor
     sender = while_serving(receiver, lambda: open_sender(receiver.describe()))
     assert_works(receiver, sender, arena)
     sender.close()
+
+
+def test_no_link_is_made_of_the_last_descriptors(arena: SlotArena) -> None:
+    """At the limit libzmq ends the process."""
+    with few_descriptors(20), pytest.raises(TransportError, match=r"needs 32 descriptors, and .* are left: raise"):
+        zmq_tcp.open_receiver(arena, bind_host="127.0.0.1")
 
 
 def test_a_second_teacher_can_not_take_over_even_with_the_token(receiver: Receiver, arena: SlotArena) -> None:
@@ -327,6 +334,21 @@ def test_a_cut_wire_is_noticed_by_both_and_no_partial_fill_is_reported(receiver:
         expect_lost(receiver)
         sender_end.join(HANG_GUARD_S)
         assert sender.unfinished == 1
+    sender.close()
+
+
+def test_a_teacher_that_is_gone_stays_gone_though_a_stranger_has_the_number_of_its_connection(
+    receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel gives descriptors out anew; both events may be there at one look."""
+    assert isinstance(receiver, zmq_tcp.ZmqReceiver)
+    sender = while_serving(receiver, lambda: open_sender(receiver.describe()))
+    peer = receiver._peer
+    assert peer is not None
+    events = [(zmq.EVENT_DISCONNECTED, peer), (zmq.EVENT_ACCEPTED, peer)]
+    monkeypatch.setattr(receiver._link, "life_events", lambda: iter(events))
+    with pytest.raises(PeerLost):
+        receiver.poll()
     sender.close()
 
 
