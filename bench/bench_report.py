@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from bench.claims import layouts, memory, models, page, wires
+from bench.claims.loss_part import LossSizes
 from bench.claims.pair import Pair, own_pair, random_pair
 from bench.claims.runs import Run
 from bench.claims.section import Section
@@ -24,8 +25,10 @@ from student.train.teachers import resolve_device
 
 PROG = "bench.report"
 Made = TypeVar("Made")
-#: The teacher of the claims about memory: too large to sit beside the student under the cap.
+#: The pair of the claims about memory: a student whose tensors are much more than what a process takes anyhow, and a
+#: teacher too large to sit beside it under the cap.
 LARGE_TEACHER = {"hidden_size": 1024, "num_layers": 12}
+LARGE_STUDENT = {"hidden_size": 512, "num_layers": 4}
 MEMORY_STEPS, MEMORY_BATCH = 8, 4
 
 
@@ -114,18 +117,21 @@ def _sections(config: ReportConfig, root: Path, progress: Progress) -> Iterator[
     )
     pair = _one(progress, "models and text", lambda: _pair(config, root))
     curves = _all(progress, "the same loss", 4, layouts.curves(pair, shape, root))
-    paced = _all(progress, "the pace", 3, layouts.paced(pair, shape, root))
+    paced = _all(progress, "the pace", 4, layouts.paced(pair, shape, root))
+    alone = _one(
+        progress, "the loss by itself", lambda: layouts.losses_alone(_loss_sizes(pair, shape), device=config.device)
+    )
     large, few = _large_pair(config, root, pair), replace(shape, steps=MEMORY_STEPS, batch_size=MEMORY_BATCH)
     held = memory.held(
         large, few, _all(progress, "memory, free and capped", 6, memory.runs(large, few, root / "memory"))
     )
     yield layouts.same_loss(curves)
-    yield layouts.pace(paced)
+    yield layouts.pace(paced, alone)
     yield layouts.fused_alone(paced)
     yield memory.trainer_process(held)
     yield memory.out_of_memory(held)
     records = _one(progress, "the transports", lambda: wires.measure(root))
-    yield models.forms(paced, curves, held, shape, models.TeacherShape.of(pair.teacher))
+    yield models.forms(paced, curves, held, shape, models.Width.of(pair.teacher))
     yield wires.transports(records)
 
 
@@ -145,7 +151,17 @@ def _large_pair(config: ReportConfig, root: Path, pair: Pair) -> Pair:
     if config.teacher is not None:
         return pair
     corpus = build_corpus(root / "corpus")
-    return random_pair(root, corpus, **LARGE_TEACHER, student=Path(pair.student))
+    return random_pair(root, corpus, teacher=LARGE_TEACHER, student=LARGE_STUDENT)
+
+
+def _loss_sizes(pair: Pair, shape: layouts.Shape) -> LossSizes:
+    student, teacher = models.Width.of(pair.student), models.Width.of(pair.teacher)
+    return LossSizes(
+        rows=shape.batch_size * (shape.sequence_tokens - 1),
+        vocab_size=student.vocab_size,
+        student_hidden=student.hidden_size,
+        teacher_hidden=teacher.hidden_size,
+    )
 
 
 def _about(config: ReportConfig) -> str:

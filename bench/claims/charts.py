@@ -1,4 +1,8 @@
-"""The report's pictures, as SVG text that a page can hold."""
+"""The report's pictures, as SVG text that a page can hold.
+
+Ink and colours are the page's own variables, so that one picture serves a light and a dark page; letters are text in
+the page's font. Pictures are narrow: a phone shows them at nearly their size.
+"""
 
 from __future__ import annotations
 
@@ -8,68 +12,112 @@ from typing import Any
 
 from ring.core.errors import ConfigError
 
+#: Ours and the page's name of each colour; the page has a lighter one of each for a dark scheme.
+INK, LINE = "#1d2530", "#dfe4ea"
+BLUE, ORANGE, GREEN, GREY, VIOLET, RED = "#2563a8", "#d9772b", "#3f8f5b", "#8a8f98", "#7d5ba6", "#b5473c"
+VARIABLES = {
+    INK: "--ink",
+    LINE: "--line",
+    BLUE: "--blue",
+    ORANGE: "--orange",
+    GREEN: "--green",
+    GREY: "--grey",
+    VIOLET: "--violet",
+    RED: "--red",
+}
 #: By what is drawn, so that a layout has one colour on the whole page.
 COLORS = {
-    "colocated, full loss": "#8a8f98",
-    "colocated, fused loss": "#d9772b",
-    "disaggregated, fused loss": "#2563a8",
-    "disaggregated over zmq": "#3f8f5b",
+    "colocated, full loss": GREY,
+    "colocated, fused loss": ORANGE,
+    "disaggregated, fused loss": BLUE,
+    "disaggregated over zmq": GREEN,
 }
-FALLBACK_COLORS = ("#2563a8", "#d9772b", "#3f8f5b", "#8a8f98", "#7d5ba6")
-_STYLE: Any = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "svg.fonttype": "none"}
+FALLBACK_COLORS = (BLUE, ORANGE, GREEN, GREY, VIOLET, RED)
+MARKERS = ("o", "s", "^", "D", "v", "P")
+WIDTH_IN = 5.2
+_STYLE: Any = {
+    "font.size": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "report",
+    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK),
+}
 
 
 def lines(
-    series: Mapping[str, Sequence[tuple[float, float]]],
-    *,
-    x_label: str,
-    y_label: str,
-    size: tuple[float, float] = (6.4, 3.4),
+    series: Mapping[str, Sequence[tuple[float, float]]], *, x_label: str, y_label: str, height_in: float = 3.3
 ) -> str:
     """Curves over one axis; a later one is drawn thinner, so that those below it still show where they are equal."""
-    figure = _figure(size)
-    axes = figure.subplots()
-    widths = [5.0 - 3.6 * place / max(1, len(series) - 1) for place in range(len(series))]
+    figure, axes = _figure(height_in)
+    last = len(series) - 1
+    widths = [5.0 - 3.6 * place / last for place in range(len(series))] if last else [2.0]
     for (name, points), width in zip(series.items(), widths, strict=True):
         axes.plot([x for x, _ in points], [y for _, y in points], lw=width, label=name, color=_color(name, series))
     axes.set(xlabel=x_label, ylabel=y_label)
-    axes.legend(frameon=False)
+    axes.grid(axis="y", color=LINE, lw=0.8)
+    if len(series) > 1:
+        axes.legend(frameon=False)
     return _svg(figure)
 
 
-def bars(
-    groups: Mapping[str, Mapping[str, float]],
+def sizes(
+    series: Mapping[str, Sequence[tuple[float, float]]],
     *,
+    dashed: Sequence[str],
     x_label: str,
-    size: tuple[float, float] = (6.4, 3.0),
-    labels: str = "{:,.0f}",
+    y_label: str,
+    height_in: float = 3.9,
 ) -> str:
+    """Speeds by size, both in powers; `dashed` are what the others are held against."""
+    figure, axes = _figure(height_in)
+    for number, (name, points) in enumerate(series.items()):
+        style = "--" if name in dashed else "-"
+        color, marker = FALLBACK_COLORS[number % len(FALLBACK_COLORS)], MARKERS[number % len(MARKERS)]
+        axes.plot([x for x, _ in points], [y for _, y in points], style, marker=marker, ms=5, color=color, label=name)
+    ticks = sorted({x for points in series.values() for x, _ in points})
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.set(xlabel=x_label, ylabel=y_label)
+    axes.grid(axis="y", color=LINE, lw=0.8)
+    figure.legend(frameon=False, loc="outside lower center", ncols=3, fontsize=9)
+    return _svg(figure)
+
+
+def bars(groups: Mapping[str, Mapping[str, float]], *, x_label: str, labels: str = "{:,.0f}") -> str:
     """Horizontal bars: each entry of `groups` is one bar, stacked from its named parts."""
-    figure = _figure(size)
-    axes = figure.subplots()
-    names = list(groups)
     parts = list(dict.fromkeys(part for group in groups.values() for part in group))
+    figure, axes = _figure(0.9 + 0.42 * len(groups) + (0.3 if len(parts) > 1 else 0.0))
+    names = [name.replace(", ", ",\n", 1) if len(name) > 22 else name for name in groups]
     left = [0.0] * len(names)
     for number, part in enumerate(parts):
-        values = [groups[name].get(part, 0.0) for name in names]
+        values = [group.get(part, 0.0) for group in groups.values()]
         color = FALLBACK_COLORS[number % len(FALLBACK_COLORS)]
-        drawn = axes.barh(names, values, left=left, color=color, label=part, height=0.6)
+        colors = [_layout_color(name) or color for name in groups] if len(parts) == 1 else color
+        drawn = axes.barh(names, values, left=left, color=colors, label=part, height=0.6)
         left = [start + value for start, value in zip(left, values, strict=True)]
         if number == len(parts) - 1:
             axes.bar_label(drawn, labels=[labels.format(total) for total in left], padding=4)
     axes.invert_yaxis()
     axes.set_xlabel(x_label)
-    axes.margins(x=0.14)
+    axes.set_xlim(right=1.24 * max(left))
     if len(parts) > 1:
-        axes.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.4, -0.2), ncols=len(parts), fontsize=9)
+        figure.legend(frameon=False, loc="outside lower center", ncols=len(parts), fontsize=9)
     return _svg(figure)
+
+
+def _layout_color(name: str) -> str | None:
+    """Of the layout that the name begins with."""
+    return next((color for layout, color in COLORS.items() if name.startswith(layout)), None)
 
 
 def _color(name: str, series: Mapping[str, object]) -> str:
     return COLORS.get(name, FALLBACK_COLORS[list(series).index(name) % len(FALLBACK_COLORS)])
 
 
-def _figure(size: tuple[float, float]) -> Any:
+def _figure(height_in: float) -> tuple[Any, Any]:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -77,11 +125,14 @@ def _figure(size: tuple[float, float]) -> Any:
     import matplotlib as mpl
 
     mpl.rcParams.update(_STYLE)
-    return Figure(figsize=size, layout="constrained")
+    figure = Figure(figsize=(WIDTH_IN, height_in), layout="constrained")
+    return figure, figure.subplots()
 
 
 def _svg(figure: Any) -> str:
     file = io.StringIO()
-    figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
+    figure.savefig(file, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     text = file.getvalue()
+    for color, variable in VARIABLES.items():
+        text = text.replace(color, f"var({variable})")
     return text[text.index("<svg") :]

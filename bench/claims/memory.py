@@ -7,9 +7,11 @@ Each run is measured beyond its imports, which is what the planner predicts.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -17,7 +19,7 @@ from bench.claims import charts
 from bench.claims.layouts import APART, FUSED, Shape
 from bench.claims.pair import Pair
 from bench.claims.runs import Command, Run, attempted, trained
-from bench.claims.section import Chart, Section, Table, mebibytes
+from bench.claims.section import Chart, Section, Table, Verdict, mebibytes
 from planner.families import shape_of
 from planner.trainer_memory import Layout, TrainerSetup, trainer_memory
 from student.loss.products import has_matrix_units
@@ -27,6 +29,10 @@ CAP_FRAC = 1.15
 #: What is resident and no tensor: threads, the allocator's rest, libraries that are loaded late.
 TOLERANCE_FRAC, TOLERANCE_BYTES = 0.10, 64 << 20
 DEPTH, SPARES = 3, 2
+#: How torch, Python, the kernel and the C++ library say it.
+_NO_MEMORY = re.compile(r"(can't|cannot|unable to) allocate|out of memory|MemoryError|bad_alloc", re.IGNORECASE)
+
+Fate = Literal["trains to its end", "runs out of memory", "ends with another error"]
 #: Student and colocated teacher are cut over so many processes by FSDP, in the runs that ask for ranks.
 NUM_RANKS = 2
 
@@ -129,6 +135,8 @@ def trainer_process(found: Held) -> Section:
     return Section(
         title="Memory of a trainer process",
         claim="Away from the teacher, the trainer holds its own model, the ring, and the teacher's head: no more.",
+        number=f"{apart / 2**20:,.0f} / {mebibytes(colocated)}",
+        measured=f"peak of a trainer beyond its imports, disaggregated / colocated ({colocated / apart:.1f} x)",
         finding=(
             f"Beyond its imports the trainer takes {mebibytes(apart)} disaggregated and {mebibytes(colocated)} with "
             f"the teacher in its process: {colocated / apart:.1f} x. With both models cut over {NUM_RANKS} ranks it "
@@ -138,7 +146,7 @@ def trainer_process(found: Held) -> Section:
         tables=[Table(columns=("layout", "peak beyond imports", "predicted", "whole process"), rows=rows)],
         charts=[
             Chart(
-                svg=charts.bars(bars, x_label="MiB beyond imports", size=(6.4, 2.8)),
+                svg=charts.bars(bars, x_label="MiB beyond imports", labels="{:,.0f} MiB"),
                 caption="The fused loss in all. The teacher's process, elsewhere, holds the rest.",
             )
         ],
@@ -156,25 +164,25 @@ def out_of_memory(found: Held) -> Section:
     rows = []
     for name, run in found.capped.items():
         outcome = f"trained {len(run.steps)} steps" if run.error is None else run.error
-        rows.append((name, "fits" if run.error is None else "does not fit", outcome))
-    apart, together = found.capped[APART], found.capped[FUSED]
-    holds = apart.error is None and together.error is not None
-    if holds:
-        result = (
-            "the disaggregated trainer trains to its end, and the colocated one runs out of memory, fused loss and all"
-        )
-    else:
-        fates = {name: "trains" if run.error is None else "fails" for name, run in found.capped.items()}
-        result = ", ".join(f"{name} {fate}" for name, fate in fates.items())
+        rows.append((name, fate(run.error), outcome))
+    fates = {name: fate(run.error) for name, run in found.capped.items()}
+    verdict: Verdict = "holds" if fates == {FUSED: "runs out of memory", APART: "trains to its end"} else "fails"
+    if "ends with another error" in fates.values():
+        # That says nothing of memory, either way.
+        verdict = "open"
+    result = " and ".join(f"{name}, {fates[name]}" for name in (APART, FUSED))
+    apart = found.capped[APART]
     curve = charts.lines(
         {APART: [(step["step"], step["loss"]) for step in apart.steps]}, x_label="optimizer step", y_label="loss, nats"
     )
     return Section(
         title="Out of memory, and not",
         claim="Where teacher and student together do not fit, the disaggregated layout trains.",
-        finding=f"With {mebibytes(found.headroom_bytes)} a trainer process beyond its imports, {result}.",
-        verdict="holds" if holds else "fails",
-        tables=[Table(columns=("layout", "under the cap", "what it said"), rows=rows)],
+        number=mebibytes(found.headroom_bytes),
+        measured="what a trainer process may take beyond its imports: disaggregated has to train, colocated to fail",
+        finding=f"With {mebibytes(found.headroom_bytes)} a trainer process beyond its imports: {result}.",
+        verdict=verdict,
+        tables=[Table(columns=("layout", "under the cap", "what came of it"), rows=rows)],
         charts=[Chart(svg=curve, caption=f"Under the cap: {APART}.")] if apart.steps else [],
         commands={name: run.shell for name, run in found.capped.items()},
         facts={
@@ -183,6 +191,13 @@ def out_of_memory(found: Held) -> Section:
             "errors": {name: run.error for name, run in found.capped.items()},
         },
     )
+
+
+def fate(error: str | None) -> Fate:
+    """What became of a run that ended with this error, or with none."""
+    if error is None:
+        return "trains to its end"
+    return "runs out of memory" if _NO_MEMORY.search(error) else "ends with another error"
 
 
 def within(found: int, forecast: int) -> bool:

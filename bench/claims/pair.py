@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,23 +64,32 @@ def own_pair(root: Path, *, steps: int, sequence_tokens: int, batch_size: int, d
     )
 
 
-def random_pair(root: Path, corpus: Corpus, *, hidden_size: int, num_layers: int, student: Path) -> Pair:
-    """A teacher of that shape with random bf16 weights, for questions of memory alone, and the student given."""
-    shape, teacher = root / f"shape-{hidden_size}x{num_layers}", root / f"teacher-{hidden_size}x{num_layers}"
-    if not teacher.exists():
-        write_model_config(shape, corpus, hidden_size=hidden_size, num_layers=num_layers)
+def random_pair(root: Path, corpus: Corpus, *, teacher: Mapping[str, int], student: Mapping[str, int]) -> Pair:
+    """Models of those shapes (hidden_size, num_layers) for questions of memory alone: the teacher has random bf16
+    weights, the student starts from its config."""
+    shape, stored = root / f"shape-{_named(teacher)}", root / f"teacher-{_named(teacher)}"
+    taught = root / f"student-{_named(student)}"
+    write_model_config(taught, corpus, **student)
+    if not stored.exists():
+        write_model_config(shape, corpus, **teacher)
         torch.manual_seed(0)
         build: Any = transformers.AutoModelForCausalLM.from_config
         model = build(transformers.AutoConfig.from_pretrained(shape), dtype=torch.bfloat16)
         aside = root / "teacher.aside"
+        bars: Any = transformers.utils.logging
+        bars.disable_progress_bar()
         # Small files: what fails for want of memory is to be the weights, not the map of a file that holds all of them.
         model.save_pretrained(aside, max_shard_size="32MB")
         transformers.AutoTokenizer.from_pretrained(shape).save_pretrained(aside)
-        aside.rename(teacher)
+        aside.rename(stored)
     return Pair(
-        teacher=teacher,
-        student=student,
+        teacher=stored,
+        student=taught,
         data=(str(corpus.student),),
         held_out=(str(corpus.held_out),),
         from_config=True,
     )
+
+
+def _named(shape: Mapping[str, int]) -> str:
+    return f"{shape['hidden_size']}x{shape['num_layers']}"

@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
+from statistics import fmean
 from typing import Any
 
 from bench.claims.launched import field_bytes
@@ -68,9 +68,9 @@ class Run:
     def name(self) -> str:
         return self.command.name
 
-    def median_of(self, column: str) -> float:
-        """Of the steps that count for the pace."""
-        return median([float(step[column]) for step in self.paced])
+    def mean_of(self, column: str) -> float:
+        """Over the steps that count for the pace."""
+        return fmean(float(step[column]) for step in self.paced)
 
     @property
     def paced(self) -> Sequence[Mapping[str, Any]]:

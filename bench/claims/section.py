@@ -11,12 +11,20 @@ from typing import Any, Literal
 Verdict = Literal["holds", "fails", "open"]
 
 
+#: Characters; what is longer is words.
+LONGEST_FIGURE = 24
+
+
 @dataclass(frozen=True, kw_only=True)
 class Table:
     """Rows under columns, as they are printed. The first column names the row."""
 
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
+
+    def is_text(self, column: int) -> bool:
+        """Whether it reads from the left: one that holds a sentence, and the first."""
+        return column == 0 or any(len(row[column]) > LONGEST_FIGURE for row in self.rows)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,11 +37,14 @@ class Chart:
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """`claim`: one sentence, as the project states it. `finding`: what was measured, in one or two sentences. `facts`:
-    the figures behind it, for report.json, with units in their names. `commands`: what was run, to run it again."""
+    """`claim`: one sentence, as the project states it. `number`: the one figure that a reader takes along; `measured`:
+    what it is of, in half a line. `finding`: what was found, in one or two sentences. `facts`: the figures behind it,
+    for report.json, with units in their names. `commands`: what was run, to run it again."""
 
     title: str
     claim: str
+    number: str
+    measured: str
     finding: str
     verdict: Verdict
     tables: Sequence[Table] = ()

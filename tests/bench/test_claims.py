@@ -14,13 +14,17 @@ from typing import Any
 import pytest
 
 from bench.bench_report import main
-from bench.claims import layouts, memory, models, page, wires
+from bench.claims import charts, layouts, memory, models, page, wires
 from bench.claims.launched import field_bytes
-from bench.claims.layouts import APART, FULL, FUSED, OVER_ZMQ
-from bench.claims.runs import Command, Run
+from bench.claims.layouts import APART, FULL, FUSED, IN_TURNS, OVER_ZMQ
+from bench.claims.loss_part import LossSizes, loss_seconds
+from bench.claims.runs import WARMUP_STEPS, Command, Run
+from bench.claims.section import Table
 from bench.records import environment
+from bench.stages import StageFailed
 
 MIB = 1 << 20
+LOSS_S = {FULL: 0.08, FUSED: 0.02, APART: 0.02}
 
 
 def run_of(name: str, losses: list[float], *, error: str | None = None, **columns: float) -> Run:
@@ -60,11 +64,49 @@ def test_equal_curves_hold_and_a_last_bit_that_differs_does_not() -> None:
 def test_the_pace_holds_where_the_slower_side_is_busy() -> None:
     def found(**columns: float) -> str:
         runs = {name: run_of(name, [1.0] * 10) for name in (FULL, FUSED)}
-        return layouts.pace(runs | {APART: run_of(APART, [1.0] * 10, **columns)}).verdict
+        section = layouts.pace(runs | {APART: run_of(APART, [1.0] * 10, **columns)}, LOSS_S)
+        assert section.facts["layouts"][APART]["loss_alone_s"] == LOSS_S[APART]
+        return section.verdict
 
     assert found(student_stall_s=0.005) == "holds"
     assert found(student_stall_s=0.06, teacher_s=0.1) == "holds", "the teacher is the slower side, and busy"
     assert found(student_stall_s=0.06, teacher_s=0.04) == "fails", "neither is busy"
+
+
+def test_a_teacher_that_serves_many_requests_in_one_pass_is_not_taken_for_an_idle_one() -> None:
+    """Its time is in the step of the first of them, and none in the others."""
+    run = run_of(FUSED, [1.0] * (WARMUP_STEPS + 6))
+    steps = [dict(step) | {"teacher_s": 0.3 if number % 3 == 0 else 0.0} for number, step in enumerate(run.steps)]
+    assert layouts.Pace.of(replace(run, steps=steps)).teacher_s == pytest.approx(0.1)
+
+
+def test_the_loss_alone_is_measured_in_a_process() -> None:
+    sizes = LossSizes(rows=8, vocab_size=64, student_hidden=16, teacher_hidden=32)
+    assert all(loss_seconds(kind, sizes, num_threads=1, device="cpu") > 0 for kind in ("full", "fused"))
+    with pytest.raises(StageFailed, match=r"the fused loss alone: exit 1: .*no-such-device"):
+        loss_seconds("fused", sizes, num_threads=1, device="no-such-device")
+
+
+def test_words_read_from_the_left_and_figures_from_the_right() -> None:
+    table = Table(
+        columns=("layout", "peak", "what came of it"), rows=[("a", "1,234 MiB", "x" * 40), ("b", "2 MiB", "-")]
+    )
+    assert [table.is_text(column) for column in range(3)] == [True, False, True]
+
+
+def test_pictures_take_their_ink_from_the_page() -> None:
+    """A dark page would hide black letters."""
+    variables = set(re.findall(r"(--\w+):", page.TEMPLATE.read_text()))
+    for svg in (
+        charts.bars({"a": {"x": 1.0, "y": 2.0}, "b": {"x": 3.0, "y": 1.0}}, x_label="ms"),
+        charts.lines({"a": [(1, 2.0), (2, 3.0)], "b": [(1, 2.0), (2, 4.0)]}, x_label="x", y_label="y"),
+        charts.sizes({"a": [(1, 2.0), (16, 3.0)]}, dashed=("a",), x_label="x", y_label="y"),
+    ):
+        used = set(re.findall(r"var\((--\w+)\)", svg))
+        assert "--ink" in used
+        assert used <= variables
+        assert not re.search(r"#(?!000000|ffffff)[0-9a-f]{6}\b", svg), "a colour that is none of the page's"
+        assert "<text" in svg
 
 
 def held_of(*, together: str | None, apart: str | None) -> memory.Held:
@@ -80,13 +122,20 @@ def held_of(*, together: str | None, apart: str | None) -> memory.Held:
 @pytest.mark.parametrize(
     ("together", "apart", "verdict"),
     [
-        ("exit 1: out of memory", None, "holds"),
+        (
+            "exit 1: DefaultCPUAllocator: can't allocate memory: you tried to allocate 4 bytes",
+            None,
+            "holds",
+        ),
+        ("exit 2: weights: unable to mmap 8 bytes: Cannot allocate memory (12)", None, "holds"),
         (None, None, "fails"),
-        ("exit 1", "exit 1", "fails"),
-        (None, "exit 1", "fails"),
+        ("exit 1: MemoryError", "exit 1: MemoryError", "fails"),
+        (None, "exit 1: MemoryError", "fails"),
+        ("exit 2: --batch-size must be >= 1", None, "open"),
+        ("exit 1: MemoryError", "exit 3: no replica has served this run", "open"),
     ],
 )
-def test_out_of_memory_holds_only_if_one_fails_and_the_other_trains(
+def test_out_of_memory_holds_only_if_one_runs_out_and_the_other_trains(
     together: str | None, apart: str | None, verdict: str
 ) -> None:
     section = memory.out_of_memory(held_of(together=together, apart=apart))
@@ -95,16 +144,22 @@ def test_out_of_memory_holds_only_if_one_fails_and_the_other_trains(
 
 
 def test_predictions_are_held_against_measurements() -> None:
-    teacher = models.TeacherShape(hidden_size=8, vocab_size=100, element_bytes=4)
+    teacher = models.Width(hidden_size=8, vocab_size=100, element_bytes=4)
     head, rows = 100 * 8 * 2, 3 * 10 * 8 * 2
     right = replace(run_of(APART, [1.0] * 3), summary={"bytes_received": head + rows})
     held = held_of(together="x", apart=None)
     shape = layouts.Shape(steps=3, sequence_tokens=4, batch_size=1, ring_depth=3, device="cpu")
-    assert models.forms({APART: right}, {}, held, shape, teacher).verdict == "holds"
+    turns = run_of(IN_TURNS, [1.0] * 3, step_s=0.15, student_stall_s=0.05)
+    turns = replace(turns, command=Command(name=IN_TURNS, arguments=()))
+    assert models.forms({APART: right, IN_TURNS: turns}, {}, held, shape, teacher).verdict == "holds"
     wrong = replace(right, summary={"bytes_received": head + rows + 1})
-    section = models.forms({APART: wrong}, {}, held, shape, teacher)
+    section = models.forms({APART: wrong, IN_TURNS: turns}, {}, held, shape, teacher)
     assert section.verdict == "fails"
     assert APART in section.finding
+    slow = replace(turns, steps=[dict(step) | {"step_s": 0.3} for step in turns.steps])
+    section = models.forms({APART: right, IN_TURNS: slow}, {}, held, shape, teacher)
+    assert section.verdict == "fails", "a step is predicted from other runs than the one that it is held against"
+    assert "step: disaggregated" in section.finding
 
 
 def test_a_cap_fails_an_allocation_beyond_it_and_only_that(tmp_path: Path) -> None:
