@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from planner.answer import Answer
+from planner.exchange import exchanges_of
 from planner.memory import DeviceMemory
-from planner.plan import Plan
+from planner.plan import Plan, exchange_s, trainer_setup
 
 
 def explained(answer: Answer) -> Iterator[str]:
@@ -51,6 +52,7 @@ def _pace(plan: Plan) -> Iterator[str]:
             f"  student: {question.gpu.flops_per_s:.4g} FLOP/s x {settings.student_mfu:g} / {flops.total:.4g} = "
             f"{plan.student_tokens_per_s:,.0f} tokens/s a GPU"
         )
+        yield from _exchanges(plan)
     else:
         yield f"  student: {plan.student_tokens_per_s:,.0f} tokens/s a GPU, as measured"
     if settings.teacher_tokens_per_s is None:
@@ -70,6 +72,14 @@ def _pace(plan: Plan) -> Iterator[str]:
         f"{steady.by_stage_s['depth']:.4g} s"
     )
     yield f"  microbatch: the largest of these = {steady.step_s:.4g} s ({steady.bottleneck})"
+
+
+def _exchanges(plan: Plan) -> Iterator[str]:
+    question, num_trainers = plan.question, plan.question.settings.num_trainers
+    for each in exchanges_of(trainer_setup(question, "disagg", "fused"), num_trainers=num_trainers):
+        took_s = exchange_s(question, each)
+        rate = f"at {each.num_bytes / took_s:,.0f}/s: {took_s:.4g} s"
+        yield f"  {each.name}: {each.formula} = {each.num_bytes:,} bytes, {rate}"
 
 
 def _rate(plan: Plan) -> float:

@@ -229,14 +229,6 @@ def gradient_bytes(shape: LossShape, mode: Mode) -> int:
     return grad_hidden + grad_weight
 
 
-def group_bytes_per_row(shape: LossShape, num_ranks: int, *, num_statistics: int) -> int:
-    """Bytes that a rank of a vocabulary group receives and sends for one row: statistics, second sums, dX."""
-    gathered = (num_ranks - 1) * num_statistics * shape.work_bytes
-    second = 2 * shape.work_bytes if shape.num_passes == 2 else 0
-    grad_hidden = shape.student_hidden * shape.work_bytes if shape.grad_hidden else 0
-    return gathered + 2 * (second + grad_hidden) * (num_ranks - 1) // num_ranks
-
-
 def aligned(num_bytes: int) -> int:
     """Rounded up to a cache line."""
     return -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from planner.activations import Arithmetic
 from planner.architecture import ModelShape
 from planner.errors import PlanError
+from planner.exchange import Exchange, exchanges_of, teacher_gathering
 from planner.hardware import Gpu, Link, find_gpu, find_link
 from planner.memory import DeviceMemory
 from planner.models import find_model
@@ -24,7 +25,7 @@ from planner.pace import (
 )
 from planner.settings import WEIGHT_BYTES, PlanSettings
 from planner.teacher_memory import TeacherSetup, fewest_devices, teacher_memory
-from planner.traffic import TokenBytes, sharding_bytes, states_bytes, token_bytes, vocab_group_bytes
+from planner.traffic import TokenBytes, states_bytes, token_bytes
 from planner.trainer_memory import Layout, Loss, TrainerSetup, loss_plan, loss_shape, trainer_memory
 
 #: The three ways, from the most demanding to the least.
@@ -258,24 +259,21 @@ def _microbatch_bytes(question: Question) -> int:
     return states_bytes(settings.rows, question.teacher.hidden_size, settings.wire_bytes)
 
 
-def _student_s(question: Question, rate: float) -> float:
-    """Of one microbatch on student_tp GPUs: computing, or gathering and scattering the shards, whichever is longer."""
+def _student_s(question: Question, rate: float, setup: TrainerSetup) -> float:
+    """Of one microbatch on student_tp GPUs: computing, or what they move between each other, whichever is longer."""
     settings = question.settings
     compute_s = settings.tokens_per_gpu / (rate * settings.student_tp)
     if settings.student_tokens_per_s is not None:
         return compute_s
-    moved = sharding_bytes(question.student, shards=settings.shards, element_bytes=2, num_passes=3)
-    moved //= settings.student_tp
-    shape = loss_shape(trainer_setup(question, "disagg", "fused"))
-    moved += settings.rows * vocab_group_bytes(shape, num_ranks=settings.vocab_parallel)
-    return max(compute_s, moved / _group_bytes_per_s(question))
+    exchanges = exchanges_of(setup, num_trainers=settings.num_trainers)
+    return max(compute_s, sum(exchange_s(question, exchange) for exchange in exchanges))
 
 
-def _group_bytes_per_s(question: Question) -> float:
-    """At which a rank gathers from its sharding group: within a node, or over its port to others."""
-    if question.settings.nodes == 1:
-        return question.gpu.peer_bytes_per_s
-    return question.fabric.payload_bytes_per_s
+def exchange_s(question: Question, exchange: Exchange) -> float:
+    """At the rate of a node's GPUs, or of a GPU's port to other nodes where a group has members there."""
+    if exchange.crosses_nodes(gpus=question.settings.gpus, nodes=question.settings.nodes):
+        return exchange.num_bytes / question.fabric.payload_bytes_per_s
+    return exchange.num_bytes / question.gpu.peer_bytes_per_s
 
 
 def _teacher_plan(question: Question, student_rate: float) -> TeacherPlan:
@@ -296,7 +294,7 @@ def _teacher_plan(question: Question, student_rate: float) -> TeacherPlan:
     rate = settings.teacher_tokens_per_s or gpu.flops_per_s * settings.teacher_mfu * setup.num_devices / flops
     balanced = needed_replicas(
         teacher_s=settings.tokens_per_gpu / rate,
-        student_s=_student_s(question, student_rate),
+        student_s=_student_s(question, student_rate, trainer_setup(question, "disagg", "fused")),
         num_trainers=settings.num_trainers,
     )
     memory = teacher_memory(setup)
@@ -318,7 +316,7 @@ def _stages(question: Question, student_rate: float, teacher: TeacherPlan) -> St
     return Stages(
         teacher_s=settings.tokens_per_gpu / teacher.tokens_per_s,
         link_s=_microbatch_bytes(question) / (question.link.payload_bytes_per_s * settings.nodes),
-        student_s=_student_s(question, student_rate),
+        student_s=_student_s(question, student_rate, trainer_setup(question, "disagg", "fused")),
         latency_s=question.link.latency_s,
         num_replicas=teacher.num_replicas,
         num_trainers=settings.num_trainers,
@@ -345,12 +343,9 @@ def _layout_plan(
         share = question.gpu.flops_per_s / question.teacher_gpu.flops_per_s / (teacher.tp * teacher.pp)
         pass_s = settings.tokens_per_gpu / (teacher.tokens_per_s * share)
         if setup.shards > 1:
-            moved = sharding_bytes(
-                question.teacher, shards=setup.shards, element_bytes=setup.teacher_bytes, num_passes=1
-            )
-            gather_s = moved / _group_bytes_per_s(question)
+            gather_s = exchange_s(question, teacher_gathering(setup))
         together = 1 + settings.jitter_frac * expected_largest(settings.num_trainers)
-        step_s = (_student_s(question, student_rate) + max(pass_s, gather_s)) * together
+        step_s = (_student_s(question, student_rate, setup) + max(pass_s, gather_s)) * together
     return LayoutPlan(
         layout=layout,
         loss=loss,

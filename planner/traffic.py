@@ -1,4 +1,4 @@
-"""Bytes between teacher and trainer, and inside the groups of each: exact for what the ring counts.
+"""Bytes between teacher and trainer: exact for what the ring counts.
 
 Letters: R rows that count, d_t the teacher's hidden size, b bytes of an element on the wire, V vocabulary, k kept ones.
 """
@@ -8,13 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from planner.architecture import ModelShape
-from planner.loss_costs import LossShape, group_bytes_per_row
 
 #: A kept logit and its token id.
 VALUE_BYTES, ID_BYTES = 4, 4
-TOKEN_ID_BYTES = 4
-#: Numbers of a row that the loss exchanges in a vocabulary group's first pass.
-ROW_STATISTICS = 7
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,22 +58,3 @@ def run_bytes(
     """All payload bytes that a run's ring receives: `rows` over all microbatches, those asked for ahead among them."""
     head = head_bytes(vocab_size, hidden_size, element_bytes, has_bias=has_bias)
     return head + states_bytes(rows + retried_rows, hidden_size, element_bytes)
-
-
-def request_bytes(tokens: int) -> int:
-    """Token ids of a microbatch, without the few bytes for each document and row range."""
-    return TOKEN_ID_BYTES * tokens
-
-
-def vocab_group_bytes(shape: LossShape, *, num_ranks: int) -> int:
-    """Per row and rank of a vocabulary group, when its ranks hold different microbatches: both sides' states are
-    gathered, statistics are exchanged, dX is summed."""
-    if num_ranks == 1:
-        return 0
-    states = (shape.student_hidden + shape.teacher_hidden) * 2 * (num_ranks - 1) // num_ranks
-    return states + group_bytes_per_row(shape, num_ranks, num_statistics=ROW_STATISTICS)
-
-
-def sharding_bytes(model: ModelShape, *, shards: int, element_bytes: int, num_passes: int) -> int:
-    """What one rank receives to gather a sharded model `num_passes` times, or sends to scatter its gradients once."""
-    return num_passes * element_bytes * model.num_params * (shards - 1) // shards

@@ -20,7 +20,6 @@ from planner.loss_costs import (
     choose_mode,
     floor_flops,
     gradient_bytes,
-    group_bytes_per_row,
     loss_flops,
     make_plan,
 )
@@ -148,12 +147,6 @@ def test_frozen_sides_cost_no_gradient_memory() -> None:
     frozen = LossShape(**(vars(LARGE) | {"grad_weight": False, "grad_hidden": False}))
     assert gradient_bytes(frozen, "keep") == 0
     assert gradient_bytes(LARGE, "keep") == 2048 * 1024 * 2 + 151_936 * 1024 * 4
-
-
-def test_group_traffic_is_statistics_and_dx() -> None:
-    assert group_bytes_per_row(LARGE, 1, num_statistics=7) == 0
-    # Two ranks: the other's 7 numbers, and all-reduces of 2 and Hs numbers, each of which moves once every element.
-    assert group_bytes_per_row(LARGE, 2, num_statistics=7) == 4 * (7 + 2 + 1024)
 
 
 def test_the_closed_forms_need_no_tensor_library() -> None:
