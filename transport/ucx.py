@@ -54,13 +54,14 @@ from transport.ucx_link import (
     Link,
     payload_tag,
 )
-from transport.ucx_receiver import UcxReceiver
+from transport.ucx_receiver import MAX_EARLY, UcxReceiver
 from transport.ucx_trial import check_address
 
 _INLINE_BYTES = 8192
-_MAX_PARTS = 1000  # their sizes fit into an announcement
 #: Puts that are fetched at a time. Two keep the wire busy; with more, the first of many is whole as late as the last.
 _MAX_MOVING = 2
+#: Of a put; more are joined first. Those of all puts on their way may overtake their announcements; none may be lost.
+_MAX_PARTS = MAX_EARLY // _MAX_MOVING
 
 
 def capabilities() -> Capabilities:

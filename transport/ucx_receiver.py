@@ -35,7 +35,7 @@ from transport.ucx_link import (
     payload_tag,
 )
 
-_MAX_EARLY = 64  # parts that overtook their announcement
+MAX_EARLY = 64  # parts that overtook their announcement
 #: Announcements that wait to become whole, at least: a teacher that answers what was given up long ago has more than
 #: there are slots, but not many more.
 _MIN_ANNOUNCED = 64
@@ -193,7 +193,7 @@ class UcxReceiver(Receiver):
 
     def _keep_early(self, offer: Message) -> None:
         """Until its announcement comes. What waits longest gives way: nobody may fill the place of the others."""
-        if len(self._early) == _MAX_EARLY:
+        if len(self._early) == MAX_EARLY:
             self._link.drop(self._early.pop(next(iter(self._early))))
         self._early[offer.tag] = offer
 

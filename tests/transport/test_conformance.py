@@ -75,6 +75,20 @@ def test_t1_parts_of_any_shape_and_dtype_follow_each_other_bit_for_bit(peer: Pee
     sender.close()
 
 
+def test_t1_puts_of_very_many_parts_at_a_time_arrive_whole(peer: Peer, backend: str) -> None:
+    """A part for each row range of each document: packed microbatches of short documents have hundreds."""
+    sender = peer.accept(backend, num_slots=4, slot_bytes=SLOT_BYTES)
+    fills = [FillId(seq, 1, seq) for seq in range(4)]
+    wholes = [payload(fill.seq, 250 * 300) for fill in fills]
+    peer.call("arm", fills, 250 * 300)
+    for fill, whole in zip(fills, wholes, strict=True):
+        sender.put(fill, header=b"h", parts=list(whole.split(300)))
+    peer.start("receive", len(fills))
+    received = [(fill, b"h", digest(whole)) for fill, whole in zip(fills, wholes, strict=True)]
+    assert peer.result_while_polling(sender)[0] == received
+    sender.close()
+
+
 def test_t1_what_can_not_be_sent_is_refused_and_nothing_is_written(peer: Peer, backend: str) -> None:
     sender = peer.accept(backend, num_slots=1, slot_bytes=4096)
     fill = FillId(1, 1, 0)

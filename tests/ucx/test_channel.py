@@ -139,7 +139,7 @@ def test_who_does_not_know_the_token_is_not_heard(channel: tuple[SlotArena, UcxR
 def test_a_description_that_makes_no_sense_is_refused(channel: tuple[SlotArena, UcxReceiver], missing: str) -> None:
     description = {key: value for key, value in channel[1].describe().items() if key != missing}
     with pytest.raises(RemoteProtocolError, match="described by"):
-        ucx.open_sender(description, num_slots=2, slot_bytes=4 * MIB, timeout_s=1.0)
+        ucx.open_sender(description, num_slots=2, slot_bytes=4 * MIB, timeout_s=HANG_GUARD_S)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_a_process_or_an_address_that_is_none_is_refused(
 ) -> None:
     description = {**channel[1].describe(), **changes}
     with pytest.raises(RemoteProtocolError, match=message):
-        ucx.open_sender(description, num_slots=2, slot_bytes=4 * MIB, timeout_s=1.0)
+        ucx.open_sender(description, num_slots=2, slot_bytes=4 * MIB, timeout_s=HANG_GUARD_S)
 
 
 def as_teacher(channel: tuple[SlotArena, UcxReceiver], *, pid: int | None = None) -> Link:
