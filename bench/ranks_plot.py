@@ -35,7 +35,8 @@ def plot(steps: Mapping[str, Sequence[Times]], rings: Mapping[RingCase, Sequence
         cpu_axes.bar(names, medians, bottom=bottom, label=label)
         bottom = [below + median for below, median in zip(bottom, medians, strict=True)]
     cpu_axes.set_title("CPU milliseconds of a fill, by ranks x replicas", fontsize=10)
-    cpu_axes.legend(fontsize=8, loc="lower right")
+    cpu_axes.legend(fontsize=8, loc="upper center", ncols=2)
+    cpu_axes.set_ylim(top=1.2 * max(bottom))
     pace_axes.bar(names, [Spread.of([one.fills_per_s for one in rounds]).median for rounds in rings.values()])
     pace_axes.set_title("fills a second, all ranks together", fontsize=10)
     for axes in (cpu_axes, pace_axes):

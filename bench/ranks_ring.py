@@ -1,7 +1,9 @@
 """A ring for every rank: trainers that release each fill at once, and teachers that compute nothing.
 
 What is left is what the ring, the transport and the control plane cost. All processes live as long as the bench, and
-every round goes through all cases, so that a case meets the same machine as the one that it is compared with.
+every round goes through all cases, so that a case meets the same machine as the one that it is compared with. In every
+case a replica has as many requests before it: one with less to do goes to sleep after each and is woken for the next,
+which costs it half as much again and says nothing of ranks and replicas.
 """
 
 from __future__ import annotations
@@ -31,6 +33,8 @@ from student.parallel.ranks import Ranks
 from student.train.teachers import connected
 
 VOCAB = 2048
+#: Requests that each replica has before it.
+IN_FLIGHT = 4
 #: Any stretch of a round takes a fraction of a second.
 TIMEOUT_S = 300.0
 
@@ -50,6 +54,11 @@ class RingCase:
     def name(self) -> str:
         return f"{self.ranks} x {self.replicas}"
 
+    @property
+    def depth(self) -> int:
+        """Of each ring."""
+        return max(1, IN_FLIGHT * self.replicas // self.ranks)
+
 
 @dataclass(frozen=True, kw_only=True)
 class RingWork:
@@ -60,7 +69,6 @@ class RingWork:
     rows: int
     hidden_size: int
     fills: int
-    depth: int = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +164,7 @@ def _in_case(
     """Wall time, CPU time of this process, and how long it waited for fills."""
     ranks = Ranks.alone(torch.device("cpu"))
     ranks.rank, ranks.world_size = rank, case.ranks
-    train = TrainConfig(teacher=endpoints, ring_depth=work.depth, run_name=f"bench-{secrets.token_hex(2)}")
+    train = TrainConfig(teacher=endpoints, ring_depth=case.depth, run_name=f"bench-{secrets.token_hex(2)}")
     with connected(
         train,
         token_map_hash=TOKEN_MAP_HASH,

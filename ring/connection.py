@@ -40,3 +40,7 @@ class Replica:
     backoff_s: float = RECONNECT_MIN_S
     last_error: str = "no answer yet"
     refusal: ConfigError | None = None
+
+    def wait_fds(self) -> tuple[int, ...]:
+        """Descriptors that become readable when its session may have news."""
+        return () if self.session is None else self.session.wait_fds()

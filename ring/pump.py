@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import select
 import threading
 import time
 from collections import deque
@@ -44,6 +43,7 @@ from ring.core.messages import Goodbye, Hello, Refused, Welcome
 from ring.core.student import StudentMachine
 from ring.lease import Event
 from ring.session import Needs, Phase, Session
+from ring.watch import Attention
 from transport.contract import Fence, Receiver
 from transport.memory import SlotArena
 
@@ -79,6 +79,7 @@ class Pump:
         self._options = options
         self._actions: deque[Action] = deque()
         self._fencing: list[Receiver] = []
+        self._attention = Attention(self.replicas)
         self._ping_token = 0
         self._ever_up = False
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -144,16 +145,20 @@ class Pump:
     def _turn(self, now_s: float) -> bool:
         """One round over everything that may have happened; returns whether anything did."""
         busy = self._carry_out(now_s)
-        for replica in self.replicas.values():
-            busy |= self._serve(replica, now_s)
-        busy |= self._collect_fences(now_s)
+        due = self._attention.take(now_s=now_s)
+        served = [replica for name, replica in self.replicas.items() if name in due or not replica.up]
+        for replica in served:
+            self._attention.moved(replica.name)
+            if self._serve(replica, now_s):
+                self._attention.call(replica.name)
+        busy |= self._collect_fences(served, now_s)
         with self.lock:
             busy |= self._release_passed()
             machine = self.machine
             deadline_s = None if machine is None else machine.next_deadline_s()
             if machine is not None and deadline_s is not None and now_s >= deadline_s:
                 self._actions.extend(machine.on_timer(now_s=now_s))
-        return busy | self._carry_out(now_s)
+        return busy | self._carry_out(now_s) | self._attention.is_needed
 
     def _serve(self, replica: Replica, now_s: float) -> bool:
         """Connect, shake hands, take messages and fills; an error of the replica ends its session, not the ring."""
@@ -264,6 +269,7 @@ class Pump:
     def _end_session(self, replica: Replica, error: str, now_s: float, *, backoff_s: float | None = None) -> None:
         """Close what is left of the session; its fills go to the others. The replica is tried again later."""
         error = error.removeprefix(f"{replica.name}: ")
+        self._attention.moved(replica.name)
         replica.last_error = error
         replica.retry_at_s = now_s + (backoff_s or replica.backoff_s)
         replica.backoff_s = min(replica.backoff_s * 2, RECONNECT_MAX_S)
@@ -284,12 +290,12 @@ class Pump:
         with self.lock:
             self.changed.notify_all()
 
-    def _collect_fences(self, now_s: float) -> bool:
+    def _collect_fences(self, served: Sequence[Replica], now_s: float) -> bool:
         machine = self.machine
         if machine is None:
             return False
         fenced = [fill for receiver in self._fencing for fill in receiver.poll_fenced()]
-        for replica in self.replicas.values():
+        for replica in served:
             if replica.session is not None:
                 fenced += replica.session.fenced()
         for receiver in [r for r in self._fencing if not r.wait_fds()]:
@@ -328,6 +334,7 @@ class Pump:
                 self._end_session(self.replicas[name], error, now_s)
             case Disarm(replica=name, fill=fill, refused=refused):
                 session = self.replicas[name].session
+                self._attention.call(name)
                 if session is None or session.disarm(fill, refused=refused) is Fence.FENCED:
                     assert self.machine is not None
                     with self.lock:
@@ -340,6 +347,7 @@ class Pump:
         session = replica.session
         if session is None or not replica.up:
             return  # It went down after the machine decided this; the machine has been told.
+        self._attention.call(replica.name)
         try:
             match action:
                 case Arm(fill=fill, num_bytes=num_bytes):
@@ -362,21 +370,15 @@ class Pump:
 
     def _sleep(self) -> None:
         now_s = time.monotonic()
-        until = [now_s + 1.0]
-        until += [r.retry_at_s for r in self.replicas.values() if r.session is None and self.failure is None]
+        until = [r.retry_at_s for r in self.replicas.values() if r.session is None and self.failure is None]
         with self.lock:
             if self.machine is not None and (deadline_s := self.machine.next_deadline_s()) is not None:
                 until.append(deadline_s)
             if self.releasing:
                 until.append(now_s + EVENT_POLL_S)
-        fds = [self._wake_fd]
-        fds += [fd for r in self.replicas.values() if r.session is not None for fd in r.session.wait_fds()]
-        fds += [fd for receiver in self._fencing for fd in receiver.wait_fds()]
-        poller = select.poll()
-        for fd in fds:
-            poller.register(fd, select.POLLIN)
-        # Rounded up: a poll that ends a moment before the deadline would only spin.
-        poller.poll(max(0.0, min(until) - now_s) * 1e3 + 1)
+        others = [self._wake_fd, *(fd for receiver in self._fencing for fd in receiver.wait_fds())]
+        timeout_s = min(until, default=now_s + 1.0) - now_s
+        self._attention.sleep(timeout_s=timeout_s, fds_of=lambda name: self.replicas[name].wait_fds(), others=others)
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake_fd)
 
