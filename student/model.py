@@ -77,7 +77,7 @@ class DistilledStudent(nn.Module):
         self.packed = packed
         self.loss = loss
         self._vocab = vocab
-        self._label_loss = KDLoss(kd_weight=0.0, ce_weight=1.0)
+        self._label_loss = KDLoss.from_options(replace(loss.options, kd_weight=0.0, ce_weight=1.0))
         weight = model.get_output_embeddings().weight
         if weight.dtype != WEIGHT_DTYPES[precision]:
             raise ConfigError(
@@ -110,7 +110,8 @@ class DistilledStudent(nn.Module):
 
         The first four are a MicroBatch's, on the model's device. `teacher_hidden` [R, Ht]: the rows of `row_index`, in
         their order; only read. `num_rows`: rows of the whole step, over microbatches and ranks; None = R.
-        `labels_only`: the plain cross entropy, without a teacher, whatever the loss; for evaluation.
+        `labels_only`: the plain cross entropy, without a teacher, whatever the loss; for evaluation. Its windows and
+        products are those of the loss.
 
         With a vocabulary group the loss is that of all its ranks' rows, and so are kd and ce.
 

@@ -44,6 +44,10 @@ class Diverged(DisaggKDError):
     """The gradient is not finite; the step was not taken."""
 
 
+class StepFailed(DisaggKDError):
+    """The model or the loss refused what a step brought, after others had gone well."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class LoopSettings:
     """clip_norm: None only measures. *_every: steps; 0 = never between start and end. eval_samples: None = all."""
@@ -92,7 +96,7 @@ class Loop:
         self._save = save
         self._finish_saving = finish_saving
         self._records = records
-        self._saved_step = progress.step
+        self._first_step = self._saved_step = progress.step
         self._stop_signal = 0
         self._updating = False
         self.progress = progress
@@ -199,9 +203,15 @@ class Loop:
                 **batch.inputs(self._settings.device), teacher_hidden=self._on_device(states), num_rows=num_rows
             )
         except (ValueError, OverflowError) as error:
-            # The loss refuses settings and models like this: it knows nothing of commands and their errors.
-            raise ConfigError(f"step {self.progress.step + 1}: {error}") from error
+            raise self._refusal(f"step {self.progress.step + 1}", error) from error
         return out
+
+    def _refusal(self, where: str, error: ValueError | OverflowError) -> DisaggKDError:
+        """What it means that model or loss refuse like this, which know nothing of commands and their errors: a setting
+        or a model that can't work, as long as no step has shown that they do."""
+        if self.progress.step == self._first_step:
+            return ConfigError(f"{where}: {error}")
+        return StepFailed(f"{where}: {type(error).__name__}: {error}")
 
     def _on_device(self, states: torch.Tensor | None) -> torch.Tensor | None:
         """The states where the loss runs; on the CPU they are read in place. A microbatch without rows has none."""
@@ -257,6 +267,10 @@ class Loop:
             raise self._interrupted(stopped.signal) from None
         except DisaggKDError:
             raise
+        except (ValueError, OverflowError) as error:
+            if not self._ranks.are_many:
+                self._try_to_checkpoint(capture_rng())
+            raise self._refusal(f"evaluation after step {step}", error) from error
         except Exception as error:
             if self._ranks.are_many:
                 raise self._ranks.failure_of(error) from error

@@ -59,7 +59,7 @@ OWN_SETTINGS = frozenset({"device", "debug"})
 def train(config: TrainConfig, launch: Launch | None = None) -> None:
     """launch: who this process is among the ranks of the run; None: it is alone.
 
-    Raises ConfigError, TeacherLost, Interrupted, Diverged, CheckpointError, RankFailed, RankLost; see
+    Raises ConfigError, TeacherLost, Interrupted, StepFailed, Diverged, CheckpointError, RankFailed, RankLost; see
     docs/operations.md."""
     files = RunFiles(Path(config.out))
     started_s = time.monotonic()

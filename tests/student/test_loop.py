@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from ring.core.errors import TeacherLost
+from ring.core.errors import ConfigError, DisaggKDError, TeacherLost
 from student.checkpoint import CheckpointError
 from student.data import MicroBatch, MicroBatchPlan, TokenDataset
 from student.data.dataset import Sample
@@ -24,7 +24,7 @@ from student.parallel.ranks import Ranks
 from student.parallel.shares import Shares
 from student.rng import RngState, capture_rng
 from student.train.feed import Feed
-from student.train.loop import Interrupted, Loop, LoopSettings
+from student.train.loop import Interrupted, Loop, LoopSettings, StepFailed
 from student.train.parts import Trained
 from student.train.records import Records
 from student.train.resume import Progress
@@ -131,6 +131,39 @@ def test_a_step_that_is_not_taken_costs_no_step_before_it_and_no_random_number(
         trial.loop.run()
     assert [step for step, _ in trial.saved] == [1]
     assert trial.saved[0][1] == trial.rng_after_step_one[0]
+
+
+@pytest.mark.parametrize("error", [ValueError("too long a text"), OverflowError("too large a number")])
+@pytest.mark.parametrize(
+    ("num_microbatches", "evaluating", "raised", "saved"),
+    [
+        (1, False, ConfigError, []),
+        (GRAD_ACCUM + 1, False, StepFailed, [1]),
+        (0, True, ConfigError, []),
+        (GRAD_ACCUM, True, StepFailed, [1]),
+    ],
+)
+def test_what_the_model_refuses_is_a_bad_setting_only_as_long_as_nothing_was_trained(
+    dataset: TokenDataset,
+    tmp_path: Path,
+    error: Exception,
+    num_microbatches: int,
+    evaluating: bool,
+    raised: type[DisaggKDError],
+    saved: list[int],
+) -> None:
+    """num_microbatches: that the feed has given by then."""
+    trial = Trial(dataset, tmp_path, eval_data=dataset)
+
+    def refuse(module: torch.nn.Module, arguments: Any) -> None:
+        if trial.loop._feed.counts.microbatches == num_microbatches and module.training is not evaluating:
+            raise error
+
+    trial.loop._module.register_forward_pre_hook(refuse)
+    with pytest.raises(raised, match=str(error)) as refused:
+        trial.loop.run()
+    assert refused.value.exit_code == (2 if raised is ConfigError else 1)
+    assert [step for step, _ in trial.saved] == saved
 
 
 def test_an_error_within_the_update_leaves_no_checkpoint_of_half_of_it(

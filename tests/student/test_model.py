@@ -273,6 +273,26 @@ def test_evaluation_is_the_mean_over_rows_whatever_the_batches(dataset: TokenDat
     assert results[0].nats_per_row == pytest.approx(float(own), rel=1e-10)
 
 
+@pytest.mark.parametrize("loss_type", [KDLoss, FullLogitsLoss])
+def test_evaluation_takes_no_more_memory_than_the_runs_loss_may(
+    dataset: TokenDataset, loss_type: type[KDLoss | FullLogitsLoss]
+) -> None:
+    """Left to itself it would take what is free, and its windows, so its sums, would follow from that."""
+    loaded = student_in_memory()
+    inputs = batch_of(dataset, (4,), (5,)).inputs("cpu")
+
+    def evaluated(workspace_bytes: int) -> KDOutput:
+        loss = loss_type(kd_weight=0.5, ce_weight=0.1, workspace_bytes=workspace_bytes)
+        module = DistilledStudent(loaded.model, loaded.head_spec, loss=loss, teacher_head=teacher_head()).eval()
+        with torch.no_grad():
+            output: KDOutput = module(**inputs, labels_only=True)
+        return output
+
+    assert torch.equal(evaluated(1 << 20).loss, evaluated(1 << 20).ce), "the plain cross entropy, whatever the weights"
+    with pytest.raises(ValueError, match="workspace_bytes: got 64; allowed: "):
+        evaluated(64)
+
+
 def test_evaluation_leaves_no_gradient_behind(dataset: TokenDataset) -> None:
     module = distilled()
     evaluate(module, sequential_microbatches(dataset, batch_size=4), device="cpu")
