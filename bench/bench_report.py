@@ -27,7 +27,7 @@ PROG = "bench.report"
 Made = TypeVar("Made")
 #: The pair of the claims about memory: a student whose tensors are much more than what a process takes anyhow, and a
 #: teacher too large to sit beside it under the cap.
-LARGE_TEACHER = {"hidden_size": 1024, "num_layers": 12}
+LARGE_TEACHER = {"hidden_size": 1024, "num_layers": 8}
 LARGE_STUDENT = {"hidden_size": 512, "num_layers": 4}
 MEMORY_STEPS, MEMORY_BATCH = 8, 4
 
@@ -40,7 +40,7 @@ class ReportConfig:
     student: str | None = flag(None, "your own student instead of the report's", metavar="DIR|ID")
     data: tuple[str, ...] = flag((), "your own text instead: JSONL, Parquet or text files", metavar="FILE")
     device: str = flag("cpu", "where both models run: cpu, cuda, cuda:N")
-    steps: int = flag(60, "optimizer steps of each run")
+    steps: int = flag(48, "optimizer steps of each run")
     teacher_steps: int = flag(100, "optimizer steps that the report's teacher is trained for, once")
     sequence_tokens: int = flag(256, "tokens of a sequence")
     batch_size: int = flag(8, "sequences of a microbatch")

@@ -10,6 +10,7 @@ import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from bench.claims.section import Bars
 from ring.core.errors import ConfigError
 
 #: Ours and the page's name of each colour; the page has a lighter one of each for a dark scheme.
@@ -88,8 +89,31 @@ def sizes(
 
 def bars(groups: Mapping[str, Mapping[str, float]], *, x_label: str, labels: str = "{:,.0f}") -> str:
     """Horizontal bars: each entry of `groups` is one bar, stacked from its named parts."""
+    num_parts = len({part for group in groups.values() for part in group})
+    figure, axes = _figure(0.9 + 0.42 * len(groups) + (0.3 if num_parts > 1 else 0.0))
+    _draw_bars(axes, groups, labels=labels)
+    axes.set_xlabel(x_label)
+    if num_parts > 1:
+        figure.legend(frameon=False, loc="outside lower center", ncols=num_parts, fontsize=9)
+    return _svg(figure)
+
+
+def overview(panels: Sequence[Bars]) -> bytes:
+    """The panels side by side, as a PNG on white: for pages that are not ours."""
+    figure = _blank(2 * WIDTH_IN, 2.9)
+    for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        _draw_bars(axes, panel.groups, labels=f"{{:,.0f}} {panel.unit}")
+        axes.set_title(panel.title, fontsize=10, loc="left")
+        axes.set_xlabel(panel.unit)
+        if len(next(iter(panel.groups.values()))) > 1:
+            axes.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.4, -0.22), ncols=3, fontsize=8)
+    file = io.BytesIO()
+    figure.savefig(file, format="png", dpi=110, facecolor="white", metadata={"Software": None})
+    return file.getvalue()
+
+
+def _draw_bars(axes: Any, groups: Mapping[str, Mapping[str, float]], *, labels: str) -> None:
     parts = list(dict.fromkeys(part for group in groups.values() for part in group))
-    figure, axes = _figure(0.9 + 0.42 * len(groups) + (0.3 if len(parts) > 1 else 0.0))
     names = [name.replace(", ", ",\n", 1) if len(name) > 22 else name for name in groups]
     left = [0.0] * len(names)
     for number, part in enumerate(parts):
@@ -101,11 +125,7 @@ def bars(groups: Mapping[str, Mapping[str, float]], *, x_label: str, labels: str
         if number == len(parts) - 1:
             axes.bar_label(drawn, labels=[labels.format(total) for total in left], padding=4)
     axes.invert_yaxis()
-    axes.set_xlabel(x_label)
     axes.set_xlim(right=1.24 * max(left))
-    if len(parts) > 1:
-        figure.legend(frameon=False, loc="outside lower center", ncols=len(parts), fontsize=9)
-    return _svg(figure)
 
 
 def _layout_color(name: str) -> str | None:
@@ -118,6 +138,11 @@ def _color(name: str, series: Mapping[str, object]) -> str:
 
 
 def _figure(height_in: float) -> tuple[Any, Any]:
+    figure = _blank(WIDTH_IN, height_in)
+    return figure, figure.subplots()
+
+
+def _blank(width_in: float, height_in: float) -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -125,8 +150,7 @@ def _figure(height_in: float) -> tuple[Any, Any]:
     import matplotlib as mpl
 
     mpl.rcParams.update(_STYLE)
-    figure = Figure(figsize=(WIDTH_IN, height_in), layout="constrained")
-    return figure, figure.subplots()
+    return Figure(figsize=(width_in, height_in), layout="constrained")
 
 
 def _svg(figure: Any) -> str:

@@ -14,7 +14,7 @@ from bench.claims import charts
 from bench.claims.loss_part import Kind, LossSizes, loss_seconds
 from bench.claims.pair import Pair
 from bench.claims.runs import Command, Run, trained
-from bench.claims.section import Chart, Section, Table, mebibytes, milliseconds
+from bench.claims.section import Bars, Chart, Section, Table, mebibytes, milliseconds
 
 FULL, FUSED, APART = "colocated, full loss", "colocated, fused loss", "disaggregated, fused loss"
 OVER_ZMQ = "disaggregated over zmq"
@@ -170,6 +170,7 @@ def pace(runs: Mapping[str, Run], loss_s: Mapping[str, float]) -> Section:
         )
         for name, found in paces.items()
     ]
+    parts = {name: _parts_ms(found, loss_s[name]) for name, found in paces.items()}
     columns = ("layout", "step", "student", "its loss", "teacher", "student waits", "teacher waits", "rows/s")
     return Section(
         title="The pace",
@@ -182,7 +183,7 @@ def pace(runs: Mapping[str, Run], loss_s: Mapping[str, float]) -> Section:
         charts=[
             Chart(
                 svg=charts.bars(
-                    {name: _parts_ms(found, loss_s[name]) for name, found in paces.items()},
+                    parts,
                     x_label="ms a step",
                     labels="{:,.0f} ms",
                 ),
@@ -195,6 +196,7 @@ def pace(runs: Mapping[str, Run], loss_s: Mapping[str, float]) -> Section:
             "overlap_efficiency": overlap_frac,
             "layouts": {name: vars(found) | {"loss_alone_s": loss_s[name]} for name, found in paces.items()},
         },
+        overview=Bars(title="Where a step's time goes", groups=parts, unit="ms"),
     )
 
 

@@ -19,7 +19,7 @@ from bench.claims import charts
 from bench.claims.layouts import APART, FUSED, Shape
 from bench.claims.pair import Pair
 from bench.claims.runs import Command, Run, attempted, trained
-from bench.claims.section import Chart, Section, Table, Verdict, mebibytes
+from bench.claims.section import Bars, Chart, Section, Table, Verdict, mebibytes
 from planner.families import shape_of
 from planner.trainer_memory import Layout, TrainerSetup, trainer_memory
 from student.loss.products import has_matrix_units
@@ -156,6 +156,7 @@ def trainer_process(found: Held) -> Section:
             "predicted_bytes": dict(found.predicted),
             "teacher_process_peak_bytes": found.free[APART].teacher_peak_bytes,
         },
+        overview=Bars(title="Memory of a trainer process, beyond its imports", groups=bars, unit="MiB"),
     )
 
 

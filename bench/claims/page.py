@@ -1,4 +1,5 @@
-"""report.html: everything in one file, nothing fetched from anywhere; and report.json, the same for programs."""
+"""report.html: everything in one file, nothing fetched from anywhere; report.json, the same for programs; and the main
+table and picture by themselves, for other pages: summary.md and overview.png."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import jinja2
 
+from bench.claims import charts
 from bench.claims.section import Section
 
 _VERDICTS = {"holds": "holds here", "fails": "does not hold here", "open": "reported"}
@@ -24,7 +26,7 @@ def write(
     wall_s: float,
     environment: Mapping[str, object],
 ) -> Path:
-    """Both files in `out`; returns the page. `environment`: bench.records.environment()."""
+    """All files in `out`; returns the page. `environment`: bench.records.environment()."""
     machine = f"{environment['cpu']}, {environment['cores']} cores"
     page = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).from_string(TEMPLATE.read_text())
     text = page.render(
@@ -46,11 +48,24 @@ def write(
         "claims": [_plain(section) for section in sections],
     }
     (out / "report.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+    (out / "summary.md").write_text(_summary(sections), encoding="utf-8")
+    panels = [section.overview for section in sections if section.overview is not None]
+    if panels:
+        (out / "overview.png").write_bytes(charts.overview(panels))
     return path
+
+
+def _summary(sections: Sequence[Section]) -> str:
+    """The page's first table, as Markdown."""
+    rows = [
+        f"| {section.title} | {_VERDICTS[section.verdict]} | {section.number} | {section.measured} |"
+        for section in sections
+    ]
+    return "\n".join(["| Claim | | Number | What the number is |", "|---|---|---|---|", *rows, ""])
 
 
 def _plain(section: Section) -> dict[str, object]:
     """Without the pictures."""
     found = asdict(section)
-    del found["charts"]
+    del found["charts"], found["overview"]
     return found

@@ -36,6 +36,15 @@ class Chart:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Bars:
+    """What the overview shows of a section: a bar for each entry of `groups`, stacked from its named parts."""
+
+    title: str
+    groups: Mapping[str, Mapping[str, float]]
+    unit: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Section:
     """`claim`: one sentence, as the project states it. `number`: the one figure that a reader takes along; `measured`:
     what it is of, in half a line. `finding`: what was found, in one or two sentences. `facts`: the figures behind it,
@@ -51,6 +60,7 @@ class Section:
     charts: Sequence[Chart] = ()
     commands: Mapping[str, str] = field(default_factory=dict)
     facts: Mapping[str, Any] = field(default_factory=dict)
+    overview: Bars | None = None
 
 
 def mebibytes(num_bytes: float) -> str:

@@ -230,6 +230,10 @@ def test_the_page_and_its_figures_need_nothing_but_themselves(tmp_path: Path) ->
     outside = [url for url in re.findall(r'(?:src|href)="([^"]+)"', text) if not url.startswith("#")]
     assert outside == []
     assert text.count("<svg") == 3
+    assert (tmp_path / "overview.png").read_bytes().startswith(b"\x89PNG")
+    table = (tmp_path / "summary.md").read_text().splitlines()
+    assert len(table) == 2 + len(sections)
+    assert {line.count("|") for line in table} == {5}
     facts = json.loads((tmp_path / "report.json").read_text())
     assert [claim["verdict"] for claim in facts["claims"]] == ["holds", "holds", "holds"]
     assert facts["claims"][0]["commands"][APART].endswith(APART)
