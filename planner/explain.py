@@ -63,7 +63,10 @@ def _pace(plan: Plan) -> Iterator[str]:
     else:
         yield f"  teacher: {teacher.tokens_per_s:,.0f} tokens/s a replica, as measured"
     row = plan.token_bytes.hidden
-    yield f"  link: R d_t b / (nodes x rate) = {settings.rows:,} x {row:,} / {_rate(plan):,.0f} = {stages.link_s:.4g} s"
+    rate = question.link.payload_bytes_per_s
+    yield f"  link: R d_t b / rate = {settings.rows:,} x {row:,} / {rate:,.0f} = {stages.link_s:.4g} s"
+    shared = f"{stages.num_trainers} trainers / {stages.num_links} links"
+    yield f"  link stage: {stages.link_s:.4g} s x {shared} = {stages.busiest_link_s:.4g} s"
     yield f"  teacher stage: {stages.teacher_s:.4g} s x {stages.num_trainers} trainers / {stages.num_replicas} replicas"
     slowest = f"the slowest of {stages.num_trainers}: {stages.slowest_student_s:.4g} s"
     yield f"  student stage: {stages.student_s:.4g} s, {slowest}"
@@ -80,7 +83,3 @@ def _exchanges(plan: Plan) -> Iterator[str]:
         took_s = exchange_s(question, each)
         rate = f"at {each.num_bytes / took_s:,.0f}/s: {took_s:.4g} s"
         yield f"  {each.name}: {each.formula} = {each.num_bytes:,} bytes, {rate}"
-
-
-def _rate(plan: Plan) -> float:
-    return plan.question.link.payload_bytes_per_s * plan.question.settings.nodes

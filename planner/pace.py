@@ -73,9 +73,9 @@ def student_flops(
 class Stages:
     """Seconds that each stage takes for one microbatch of one trainer.
 
-    teacher_s: one replica's pass; num_replicas, num_trainers: how many there are of each. link_s: on a link that all
-    trainers share; latency_s: a round trip. depth: slots of each trainer's ring. jitter_frac: relative standard
-    deviation of a trainer's step where trainers wait for each other after each.
+    teacher_s: one replica's pass; num_replicas, num_trainers: how many there are of each. link_s: on one of num_links,
+    each of which the trainers of a node share; latency_s: a round trip. depth: slots of each trainer's ring.
+    jitter_frac: relative standard deviation of a trainer's step where trainers wait for each other after each.
     """
 
     teacher_s: float
@@ -84,6 +84,7 @@ class Stages:
     latency_s: float = 0.0
     num_replicas: int = 1
     num_trainers: int = 1
+    num_links: int = 1
     depth: int = 3
     jitter_frac: float = 0.0
 
@@ -91,6 +92,11 @@ class Stages:
     def slowest_student_s(self) -> float:
         """Mean of the slowest trainer's step: of several that jitter, the mean of the largest."""
         return self.student_s * (1 + self.jitter_frac * expected_largest(self.num_trainers))
+
+    @property
+    def busiest_link_s(self) -> float:
+        """Of a microbatch of each trainer on the link that most of them share."""
+        return self.link_s * math.ceil(self.num_trainers / self.num_links)
 
     @property
     def fetch_s(self) -> float:
@@ -122,7 +128,7 @@ def pace(stages: Stages) -> Pace:
     trainers = stages.num_trainers
     by_stage: dict[Stage, float] = {
         "teacher": stages.teacher_s * trainers / stages.num_replicas,
-        "link": stages.link_s * trainers,
+        "link": stages.busiest_link_s,
         "student": stages.slowest_student_s,
         "depth": (stages.fetch_s + stages.slowest_student_s) / stages.depth,
     }
@@ -146,9 +152,7 @@ def needed_depth(stages: Stages, *, jitter_s: float = 0.0) -> int:
 
     Where trainers share teachers and link, a fetch also waits for theirs: one slot more."""
     trainers = stages.num_trainers
-    busiest_s = max(
-        stages.slowest_student_s, stages.teacher_s * trainers / stages.num_replicas, stages.link_s * trainers
-    )
+    busiest_s = max(stages.slowest_student_s, stages.teacher_s * trainers / stages.num_replicas, stages.busiest_link_s)
     slots = (stages.fetch_s + jitter_s + stages.slowest_student_s) / busiest_s
     return max(1, math.ceil(slots - 1e-9)) + int(trainers > 1)
 

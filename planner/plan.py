@@ -315,11 +315,13 @@ def _stages(question: Question, student_rate: float, teacher: TeacherPlan) -> St
     settings = question.settings
     return Stages(
         teacher_s=settings.tokens_per_gpu / teacher.tokens_per_s,
-        link_s=_microbatch_bytes(question) / (question.link.payload_bytes_per_s * settings.nodes),
+        link_s=_microbatch_bytes(question) / question.link.payload_bytes_per_s,
         student_s=_student_s(question, student_rate, trainer_setup(question, "disagg", "fused")),
         latency_s=question.link.latency_s,
         num_replicas=teacher.num_replicas,
         num_trainers=settings.num_trainers,
+        # Where a trainer is several nodes wide, one of them receives its states.
+        num_links=min(settings.nodes, settings.num_trainers),
         depth=settings.ring_depth,
         jitter_frac=settings.jitter_frac,
     )

@@ -1,7 +1,8 @@
 """The pipeline simulated event by event, to say where the closed form of planner.pace holds and where it does not.
 
-Trainers with a ring each, replicas with a queue each, one link that all share. A trainer reads its fills in order, and
-asks for the next microbatch when it is done with one. Times are drawn around their means; the same seed, the same run.
+Trainers with a ring each, replicas with a queue each, links that neighbouring trainers share. A trainer reads its fills
+in order, and asks for the next microbatch when it is done with one. Times are drawn around their means; the same seed,
+the same run.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class _Run:
         self.events: list[tuple[float, int, Kind, int, int]] = []
         self.num_events = 0
         self.replica_free_s = [0.0] * stages.num_replicas
-        self.link_free_s = 0.0
+        self.link_free_s = [0.0] * stages.num_links
         self.teacher_busy_s = self.link_busy_s = 0.0
         trainers = range(stages.num_trainers)
         self.next_seq = [stages.depth for _ in trainers]
@@ -81,9 +82,11 @@ class _Run:
 
     def on_computed(self, now_s: float, trainer: int, seq: int) -> None:
         took_s = self.draw(self.stages.link_s, self.jitter.link_frac)
-        self.link_free_s = max(now_s, self.link_free_s) + took_s
+        link = trainer // math.ceil(self.stages.num_trainers / self.stages.num_links)
+        done_s = max(now_s, self.link_free_s[link]) + took_s
+        self.link_free_s[link] = done_s
         self.link_busy_s += took_s
-        self.push(self.link_free_s + self.stages.latency_s / 2, "arrived", trainer, seq)
+        self.push(done_s + self.stages.latency_s / 2, "arrived", trainer, seq)
 
     def on_arrived(self, now_s: float, trainer: int, seq: int) -> None:
         self.arrived[trainer].add(seq)
@@ -162,6 +165,6 @@ def simulate(
         step_s=passed_s / num_steps,
         student_stall_frac=stall_s / (passed_s * stages.num_trainers),
         teacher_stall_frac=max(0.0, 1 - teacher_s / (passed_s * stages.num_replicas)),
-        link_busy_frac=min(1.0, link_s / passed_s),
+        link_busy_frac=min(1.0, link_s / (passed_s * stages.num_links)),
         num_steps=num_steps,
     )

@@ -182,6 +182,17 @@ def test_measured_rates_replace_the_estimates() -> None:
     assert slow_link.pace.student_stall_frac > 0.5
 
 
+def test_a_fill_crosses_one_port_however_many_nodes_there_are() -> None:
+    """8192 rows of 2048 bf16 numbers over nine tenths of 10 Gbit/s; four nodes share the work, but not a fill."""
+    for nodes in (1, 4):
+        plan = plan_for("Qwen3.5-35B-A3B", "Qwen3.5-9B", nodes=nodes, link="10GbE", link_latency_us=0.0)
+        crossing_s = 8192 * 2048 * 2 / (10e9 / 8 * 0.9)
+        assert plan.stages.fetch_s == pytest.approx(plan.stages.teacher_s + crossing_s)
+        assert plan.pace.by_stage_s["link"] == pytest.approx(8 * crossing_s)
+    wide = plan_for("Qwen3.5-35B-A3B", "Qwen3.5-9B", nodes=4, student_tp=16)
+    assert (wide.stages.num_links, wide.stages.num_trainers) == (2, 2)
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
