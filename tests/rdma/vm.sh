@@ -1,34 +1,40 @@
 #!/usr/bin/env bash
-# vm.sh CACHE SECONDS COMMAND...: run the command in a virtual machine that has four soft-RoCE devices: rxe0 and rxe1 are
-# joined by a virtual cable, rxe2 and rxe3 by another. Its output and exit code are the command's; 125: the machine did
-# not boot; 124: it ran too long.
+# vm.sh CACHE IMAGES SECONDS COMMAND...: run the command in a virtual machine that has four soft-RoCE devices: rxe0 and
+# rxe1 are joined by a virtual cable, rxe2 and rxe3 by another. Its output and exit code are the command's; 125: the
+# machine did not boot; 124: it ran too long.
 #
 # The guest sees this machine's files read-only under a layer in memory: what it writes is gone afterwards. There is no
 # network card. Software emulation does where there is no usable /dev/kvm: it is a rig for correctness, not for speed.
 #
 # Shared files cost an emulated machine a millisecond for every look at a name, and importing torch is ten thousands of
-# them. So the directories that $CACHE/images names (a line each: image, directory) are disks that lie over them.
+# them. So the directories that the file IMAGES names (a line each: image, directory) are disks that lie over them.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-cache=$1 limit_s=$2; shift 2
+cache=$1 images=$2 limit_s=$3; shift 3
 boot_limit_s=150
 version=$(basename "$cache"/kernel/boot/vmlinuz-*); version=${version#vmlinuz-}
 share=$(mktemp -d "$cache/run.XXXXXX") machine_pid=
-end() { [ -z "$machine_pid" ] || kill -KILL "$machine_pid" 2>/dev/null || true; rm -rf "$share"; }
+end() {
+  [ -z "$machine_pid" ] || kill -KILL "$machine_pid" 2>/dev/null || true
+  [ ! -e "$share/console.log" ] || mv "$share/console.log" "$cache/console.log"
+  rm -rf "$share"
+}
 trap end EXIT; trap 'exit 143' TERM INT HUP
 
 # --- initial file system: busybox and the modules in the order in which they have to be loaded ------------------------
+# Named by what it is made of, made aside, and not taken away for a month: another checkout may boot with its own meanwhile.
 initrd=$cache/initrd-$version-$(sha256sum "$0" | cut -c1-12).gz
 if [ ! -e "$initrd" ]; then
-  rm -f "$cache"/initrd-*
-  tree=$(mktemp -d "$cache/initrd.XXXXXX")
+  find "$cache" -maxdepth 1 -name 'initrd-*' -mtime +30 -exec rm -rf {} +
+  tree=$share/tree
   mkdir -p "$tree"/{bin,proc,sys,dev,base,layer,root,modules}
   cp "$(command -v busybox)" "$tree/bin/busybox"
   for module in virtio_pci virtio_console virtio_blk 9pnet_virtio 9p overlay erofs crc32_generic rdma_rxe ib_uverbs rdma_ucm veth sch_netem; do
     modprobe -d "$cache/kernel" -S "$version" --show-depends "$module" 2>/dev/null | awk '$1 == "insmod" {print $2}' || true
   done | awk '!seen[$0]++' | while read -r path; do
     name=$(basename "$path")
-    case $name in *.xz) name=${name%.xz}; xz -dc "$path" >"$tree/modules/$name";; *) cp "$path" "$tree/modules/";; esac
+    case $name in *.xz) name=${name%.xz}; xz -dc "$path" >"$tree/modules/$name";;
+      *.zst) name=${name%.zst}; zstd -dcq "$path" >"$tree/modules/$name";; *) cp "$path" "$tree/modules/";; esac
     echo "$name" >>"$tree/modules/order"
   done
   cat >"$tree/init" <<'INIT'
@@ -44,7 +50,7 @@ for kept in proc sys dev; do mount --move "/$kept" "/root/$kept"; done
 exec switch_root /root /bin/bash /mnt/share/guest
 INIT
   chmod +x "$tree/init"
-  (cd "$tree" && find . | cpio -o -H newc --quiet | gzip -1) >"$initrd.new" && mv "$initrd.new" "$initrd" && rm -rf "$tree"
+  (cd "$tree" && find . | cpio -o -H newc --quiet | gzip -1) >"$share/initrd.gz" && mv "$share/initrd.gz" "$initrd" && rm -rf "$tree"
 fi
 
 # --- what the guest does ----------------------------------------------------------------------------------------------
@@ -74,13 +80,11 @@ echo $? >/mnt/share/code
 sync; echo o >/proc/sysrq-trigger; sleep 60
 GUEST
 drives=(-object iothread,id=disks); letters=(a b c d e f); : >"$share/disks"
-if [ -e "$cache/images" ]; then
-  while read -r image directory; do
-    disk=vd${letters[0]}; letters=("${letters[@]:1}")
-    drives+=(-drive "file=$image,id=$disk,if=none,format=raw,readonly=on" -device "virtio-blk-pci,drive=$disk,iothread=disks")
-    echo "$disk $directory" >>"$share/disks"
-  done <"$cache/images"
-fi
+while read -r image directory; do
+  disk=vd${letters[0]}; letters=("${letters[@]:1}")
+  drives+=(-drive "file=$image,id=$disk,if=none,format=raw,readonly=on" -device "virtio-blk-pci,drive=$disk,iothread=disks")
+  echo "$disk $directory" >>"$share/disks"
+done <"$images"
 
 # --- boot -------------------------------------------------------------------------------------------------------------
 # A /dev/kvm can be a nested one that runs no stock kernel: the processor has to have the extension as well.
@@ -91,7 +95,7 @@ else machine=(-accel tcg,thread=multi -cpu Nehalem) clock="tsc=reliable tsc_earl
 exec 3> >(cat); printer_pid=$!  # a pipe, whatever our output is: it is opened by name
 qemu-system-x86_64 -M q35 "${machine[@]}" -smp 2 -m "${DISAGGKD_RDMA_MIB:-6144}" \
   -nodefaults -no-reboot -display none -kernel "$cache/kernel/boot/vmlinuz-$version" -initrd "$initrd" \
-  -serial "file:$cache/console.log" \
+  -serial "file:$share/console.log" \
   -append "console=ttyS0 quiet loglevel=3 panic=-1 mitigations=off nokaslr no_timer_check $clock" \
   -device virtio-serial-pci -chardev file,id=out,path=/dev/fd/1,append=on -device virtserialport,chardev=out,nr=1,name=out \
   "${drives[@]}" \
