@@ -8,7 +8,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from tests.system.processes import HANG_GUARD_S, Student, Teacher, free_port
+from tests.ports import free_port
+from tests.system.processes import HANG_GUARD_S, Student, Teacher
 
 #: What is done to a replica that works; each is undone some time later.
 TO_REPLICAS = ("kill", "stop", "stop, then kill", "ask to leave", "slow down")

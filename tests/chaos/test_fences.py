@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 
 from tests.chaos.conftest import WAYS, Inputs, Start
-from tests.system.processes import HANG_GUARD_S, Student, Teacher, curve, free_port
+from tests.ports import free_port
+from tests.system.processes import HANG_GUARD_S, Student, Teacher, curve
 from tests.tiny_models import build_tiny_checkpoint
 from transport.memory import POISON_BYTE
 

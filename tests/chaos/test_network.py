@@ -11,8 +11,9 @@ import pytest
 
 from tests.chaos.cable import HOSTS, Cable, NoRights
 from tests.chaos.conftest import Quiet, Start
+from tests.ports import free_port
 from tests.rights import lack
-from tests.system.processes import Student, curve, free_port
+from tests.system.processes import Student, curve
 
 pytestmark = pytest.mark.slow
 

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from tests.chaos.cable import HOSTS, Cable, NoRights
+from tests.ports import free_port
 from tests.ranks.conftest import StartWorld
 from tests.ranks.test_runs import assert_same_curve
 from tests.rights import lack
 from tests.system.conftest import Start
-from tests.system.processes import free_port
 
 #: How states travel, and what UCX is told.
 WAYS: dict[str, dict[str, str]] = {"zmq": {}, "ucx": {"UCX_TLS": "tcp"}}

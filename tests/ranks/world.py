@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.system.processes import Command, Student, free_port
+from tests.ports import free_port
+from tests.system.processes import Command, Student
 
 
 class World:
@@ -94,7 +95,7 @@ def run_ranks(module: str, *arguments: object, size: int, cwd: Path) -> list[Com
 
 
 def _own_directory(cwd: Path, rank: int) -> Path:
-    """For a rank's output: commands that start at one time would else share a file."""
+    """For what a rank says."""
     directory = cwd / f"rank-{rank}"
     directory.mkdir(exist_ok=True)
     return directory

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import socket
 from functools import partial
 
 import pytest
@@ -18,6 +17,7 @@ from ring.local_control import LocalLink, Mailbox
 from ring.prefetch import Ring
 from ring.pump import LinkOpener
 from teacher.forward import TeacherModel
+from tests.ports import free_port
 from tests.ring.rig import (
     HANG_GUARD_S,
     Teacher,
@@ -36,9 +36,7 @@ SHORT_S = 0.4
 
 
 def free_endpoint() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    return f"tcp://127.0.0.1:{free_port()}"
 
 
 def test_a_ring_without_a_replica_is_refused(model: TeacherModel) -> None:

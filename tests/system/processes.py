@@ -8,15 +8,16 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import itertools
 import json
 import os
 import select
 import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,11 @@ def zygote() -> Zygote:
     return made
 
 
+#: How many files of a kind this process has named in a directory. The child makes them, at any time later: counting
+#: those that are there would give two commands one file.
+_numbers: defaultdict[tuple[Path, str], Iterator[int]] = defaultdict(itertools.count)
+
+
 class Command:
     """`python -m module arguments` as a process of its own. env: variables that it has besides ours. namespaces: paths
     of Linux namespaces that it runs in."""
@@ -124,7 +130,7 @@ class Command:
         env: Mapping[str, str] | None = None,
         namespaces: Sequence[str] = (),
     ) -> None:
-        number = sum(path.name.startswith(f"{module}-") for path in cwd.iterdir())
+        number = next(_numbers[cwd, module])
         self.out_file = cwd / f"{module}-{number}.out"
         self.error_file = cwd / f"{module}-{number}.err"
         self.pid = zygote().start(
@@ -203,8 +209,7 @@ class Teacher(Command):
         **where: Any,
     ) -> None:
         """command: as of Student."""
-        number = sum(path.name.startswith("ready-") for path in cwd.iterdir())
-        self._ready_file = cwd / f"ready-{number}-{port.replace('*', 'any')}"
+        self._ready_file = cwd / f"ready-{next(_numbers[cwd, 'ready'])}"
         super().__init__(
             *command,
             "--model",
@@ -284,12 +289,6 @@ def curve(out: Path) -> list[dict[str, Any]]:
     """What the run computed, a step a line; floats as they are, to the bit."""
     records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     return [{name: record[name] for name in CURVE_FIELDS} for record in records]
-
-
-def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
 
 
 def environment() -> dict[str, str]:

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.ports import free_port
 from tests.system.conftest import NUM_STEPS, Inputs, Start
-from tests.system.processes import Command, Student, Teacher, check_refusal, check_untouched, free_port
+from tests.system.processes import Command, Student, Teacher, check_refusal, check_untouched
 from tests.tiny_models import build_tiny_checkpoint, tiny_tokenizer
 
 

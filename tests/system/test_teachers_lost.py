@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from tests.chaos.witness import held, listening_ports, owners_of, slots_of
+from tests.ports import free_port
 from tests.seeds import seeds
 from tests.system.conftest import NUM_STEPS, Start
-from tests.system.processes import curve, free_port
+from tests.system.processes import curve
 
 #: Enough steps are left after it for the loss of a teacher to be felt, whatever is prefetched.
 EARLY = 8
