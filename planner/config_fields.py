@@ -8,6 +8,8 @@ from planner.errors import PlanError
 
 #: Larger numbers in a config are a mistake; they would only make a page of digits.
 MAX_SIZE = 10**9
+#: Layers are counted one by one.
+MAX_LAYERS = 10_000
 
 
 class Fields:
@@ -26,13 +28,17 @@ class Fields:
         """A whole number from 0."""
         return self._number(key, default, least=0)
 
-    def _number(self, key: str, default: int | None, *, least: int) -> int:
+    @property
+    def num_layers(self) -> int:
+        return self._number("num_hidden_layers", None, least=1, most=MAX_LAYERS)
+
+    def _number(self, key: str, default: int | None, *, least: int, most: int = MAX_SIZE) -> int:
         found = self._values.get(key)
         value = default if found is None else found
         if value is None:
             raise PlanError(f"{self._name}: its config has no {key}, which the parameters follow from")
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MAX_SIZE:
-            raise PlanError(f"{self._name}: config.{key} is {value!r}; allowed: a whole number, {least} to {MAX_SIZE}")
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            raise PlanError(f"{self._name}: config.{key} is {value!r}; allowed: a whole number, {least} to {most}")
         return value
 
     def optional_size(self, key: str) -> int | None:

@@ -60,7 +60,7 @@ def shape_of(raw: Mapping[str, object], *, name: str) -> ModelShape:
         raise PlanError(f"{name}: model_type {model_type!r} has no closed form here; known: {', '.join(FAMILIES)}")
     family = FAMILIES[model_type]
     fields = Fields(text, family.defaults, name=name)
-    hidden, vocab_size, num_layers = fields.hidden, fields.size("vocab_size"), fields.size("num_hidden_layers")
+    hidden, vocab_size, num_layers = fields.hidden, fields.size("vocab_size"), fields.num_layers
     kinds = ["full_attention"] * num_layers if family.layer_kinds is None else family.layer_kinds(fields)
     if len(kinds) != num_layers:
         raise PlanError(f"{name}: config names {len(kinds)} layer types for {num_layers} layers")
@@ -99,14 +99,14 @@ def _every(interval: str, *, regular: str, other: str) -> Callable[[Fields], lis
         if listed is not None:
             return listed
         step = fields.size(interval)
-        return [other if (index + 1) % step else regular for index in range(fields.size("num_hidden_layers"))]
+        return [other if (index + 1) % step else regular for index in range(fields.num_layers)]
 
     return kinds
 
 
 def _all_sliding(fields: Fields) -> list[str]:
     kind = "full_attention" if fields.optional_size("sliding_window") is None else "sliding_attention"
-    return [kind] * fields.size("num_hidden_layers")
+    return [kind] * fields.num_layers
 
 
 _HYBRID_DEFAULTS = {

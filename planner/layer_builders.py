@@ -154,7 +154,9 @@ def experts(
         hidden, num_experts, expert_width = fields.hidden, fields.size(num), fields.size(width)
         top_k = fields.size("num_experts_per_tok")
         if top_k > num_experts:
-            raise PlanError(f"{fields.name}: {top_k} experts a token, of {num_experts}")
+            raise PlanError(
+                f"{fields.name}: config.num_experts_per_tok is {top_k}; allowed: at most the {num_experts} experts"
+            )
         one = 3 * hidden * expert_width + (2 * expert_width + hidden if bias else 0)
         router = matrix(hidden, num_experts, bias=bias)
         shared_params, shared_width = shared(fields) if shared else (Params(), 0)

@@ -191,6 +191,11 @@ def test_a_hub_id_is_found_in_the_local_cache(tmp_path: Path, monkeypatch: pytes
         (TINY | {"model_type": "llama", "num_key_value_heads": 3}, "4 attention heads don't share 3"),
         (TINY | {"model_type": "qwen3_5_text", "layer_types": ["full_attention"]}, "1 layer types for 3 layers"),
         ({"text_config": 3}, "config.text_config is 3; allowed: an object"),
+        (TINY | {"model_type": "llama", "num_hidden_layers": 10**8}, "config.num_hidden_layers is 100000000; allowed"),
+        (
+            TINY | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 5},
+            "config.num_experts_per_tok is 5; allowed: at most the 4 experts",
+        ),
     ],
 )
 def test_a_config_that_cannot_be_is_refused_with_what_was_found(raw: dict[str, Any], said: str) -> None:
@@ -213,7 +218,7 @@ def test_a_file_that_is_no_config_is_refused(text: str, tmp_path: Path) -> None:
 
 
 def test_a_directory_without_a_config_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match="can't be read: No such file"):
+    with pytest.raises(PlanError, match="a directory without a config.json"):
         find_model(str(tmp_path), flag="--student")
 
 
