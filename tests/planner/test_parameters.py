@@ -218,7 +218,7 @@ def test_a_file_that_is_no_config_is_refused(text: str, tmp_path: Path) -> None:
 
 
 def test_a_directory_without_a_config_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match="a directory without a config.json"):
+    with pytest.raises(PlanError, match=r"a directory without a config\.json"):
         find_model(str(tmp_path), flag="--student")
 
 
