@@ -49,7 +49,7 @@ def _pace(plan: Plan) -> Iterator[str]:
     yield f"  student, FLOPs a token: body {flops.body:.4g} + attention {flops.attention:.4g} + loss {flops.loss:.4g}"
     if settings.student_tokens_per_s is None:
         yield (
-            f"  student: {question.gpu.flops_per_s:.4g} FLOP/s x {settings.student_mfu:g} / {flops.total:.4g} = "
+            f"  student: {question.student_flops_per_s:.4g} FLOP/s x {settings.student_mfu:g} / {flops.total:.4g} = "
             f"{plan.student_tokens_per_s:,.0f} tokens/s a GPU"
         )
         yield from _exchanges(plan)
@@ -57,7 +57,7 @@ def _pace(plan: Plan) -> Iterator[str]:
         yield f"  student: {plan.student_tokens_per_s:,.0f} tokens/s a GPU, as measured"
     if settings.teacher_tokens_per_s is None:
         yield (
-            f"  teacher: {question.teacher_gpu.flops_per_s:.4g} FLOP/s x {settings.teacher_mfu:g} x "
+            f"  teacher: {question.teacher_flops_per_s(question.teacher_gpu):.4g} FLOP/s x {settings.teacher_mfu:g} x "
             f"{teacher.tp * teacher.pp} GPUs / {teacher.flops_per_token:.4g} = {teacher.tokens_per_s:,.0f} tokens/s"
         )
     else:

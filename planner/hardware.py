@@ -1,7 +1,9 @@
-"""Accelerators and links by name: capacity, rate of dense bf16 products, bandwidths. Every number may be overridden.
+"""Accelerators and links by name: capacity, rates of dense products, bandwidths.
 
-Capacities are the vendors' gigabytes (1e9 bytes), a little less than the driver reports. Rates are the vendors' peaks
-without sparsity; what is reached of them is the MFU, an assumption that the plan states.
+Capacities are the vendors' gigabytes (1e9 bytes), a little less than the driver reports. Rates are the peaks of the
+vendor's data sheets (A100, H100 SXM, H200 SXM, HGX B200, L40S, and the Ada architecture's white paper), without
+sparsity: of bf16 on tensor cores, and of float32 on the others, since torch leaves TF32 off. What is reached of them is
+the MFU, an assumption that the plan states.
 """
 
 from __future__ import annotations
@@ -13,12 +15,18 @@ from planner.errors import PlanError
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """peer_bytes_per_s: between GPUs of one node, each direction, per GPU."""
+    """flops_per_s: of 16-bit products; fp32_flops_per_s: of float32 ones. peer_bytes_per_s: between GPUs of one node,
+    each direction, per GPU."""
 
     name: str
     memory_bytes: int
     flops_per_s: float
+    fp32_flops_per_s: float
     peer_bytes_per_s: float
+
+    def rate(self, *, element_bytes: int) -> float:
+        """FLOP/s of products of such numbers; of weights in less than 16 bits, of what they are widened to."""
+        return self.fp32_flops_per_s if element_bytes == 4 else self.flops_per_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,11 +43,12 @@ class Link:
         return self.bytes_per_s * self.efficiency_frac
 
 
-def _gpu(name: str, memory_gb: int, tflops: float, peer_gbytes: float) -> Gpu:
+def _gpu(name: str, memory_gb: int, tflops: float, fp32_tflops: float, peer_gbytes: float) -> Gpu:
     return Gpu(
         name=name,
         memory_bytes=memory_gb * 10**9,
         flops_per_s=tflops * 1e12,
+        fp32_flops_per_s=fp32_tflops * 1e12,
         peer_bytes_per_s=peer_gbytes * 1e9,
     )
 
@@ -47,14 +56,14 @@ def _gpu(name: str, memory_gb: int, tflops: float, peer_gbytes: float) -> Gpu:
 GPUS: dict[str, Gpu] = {
     gpu.name.lower(): gpu
     for gpu in (
-        _gpu("A100-40", 40, 312, 300),
-        _gpu("A100-80", 80, 312, 300),
-        _gpu("H100-80", 80, 989, 450),
-        _gpu("H200-141", 141, 989, 450),
-        _gpu("B200", 180, 2250, 900),
+        _gpu("A100-40", 40, 312, 19.5, 300),
+        _gpu("A100-80", 80, 312, 19.5, 300),
+        _gpu("H100-80", 80, 989, 67, 450),
+        _gpu("H200-141", 141, 989, 67, 450),
+        _gpu("B200", 180, 2250, 75, 900),
         # No NVLink: PCIe 4.0 x16.
-        _gpu("L40S", 48, 362, 32),
-        _gpu("RTX4090", 24, 165, 32),
+        _gpu("L40S", 48, 362, 91.6, 32),
+        _gpu("RTX4090", 24, 165, 82.6, 32),
     )
 }
 

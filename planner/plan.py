@@ -46,6 +46,15 @@ class Question:
     link: Link
     fabric: Link
 
+    @property
+    def student_flops_per_s(self) -> float:
+        """Peak of a training GPU at the student's products."""
+        return self.gpu.rate(element_bytes=WEIGHT_BYTES[self.settings.precision])
+
+    def teacher_flops_per_s(self, gpu: Gpu) -> float:
+        """Peak of a GPU at the teacher's products."""
+        return gpu.rate(element_bytes=WEIGHT_BYTES[self.settings.teacher_dtype])
+
     def needed(self, memory: DeviceMemory) -> int:
         """What a device must have: the peak, what the allocator loses, and the reserve."""
         settings = self.settings
@@ -141,7 +150,9 @@ def question_of(settings: PlanSettings) -> Question:
     if settings.gpu_memory_gb is not None:
         gpu = replace(gpu, memory_bytes=int(settings.gpu_memory_gb * 1e9))
     if settings.gpu_tflops is not None:
-        gpu = replace(gpu, flops_per_s=settings.gpu_tflops * 1e12)
+        stated = settings.gpu_tflops * 1e12
+        is_fp32 = settings.precision == "fp32"
+        gpu = replace(gpu, fp32_flops_per_s=stated) if is_fp32 else replace(gpu, flops_per_s=stated)
     link = find_link(settings.link, flag="--link")
     if settings.link_gbit is not None:
         link = replace(link, name=f"{settings.link_gbit:g} Gbit/s", bytes_per_s=settings.link_gbit * 1e9 / 8)
@@ -215,7 +226,7 @@ def plan_of(question: Question) -> Plan:
         checkpointing=settings.checkpointing,
         mode=mode,
     )
-    student_rate = settings.student_tokens_per_s or question.gpu.flops_per_s * settings.student_mfu / flops.total
+    student_rate = settings.student_tokens_per_s or question.student_flops_per_s * settings.student_mfu / flops.total
     teacher = _teacher_plan(question, student_rate)
     layouts = tuple(
         _layout_plan(question, layout, loss, nodes, student_rate, teacher)
@@ -291,7 +302,8 @@ def _teacher_plan(question: Question, student_rate: float) -> TeacherPlan:
         room = int((gpu.memory_bytes - settings.reserve_gb * 1e9) / (1 + settings.fragmentation_frac))
         setup = fewest_devices(setup, capacity_bytes=room, devices_per_node=settings.teacher_gpus_per_node)
     flops = teacher_flops(teacher, sequence_tokens=settings.sequence_tokens)
-    rate = settings.teacher_tokens_per_s or gpu.flops_per_s * settings.teacher_mfu * setup.num_devices / flops
+    peak = question.teacher_flops_per_s(gpu) * setup.num_devices
+    rate = settings.teacher_tokens_per_s or peak * settings.teacher_mfu / flops
     balanced = needed_replicas(
         teacher_s=settings.tokens_per_gpu / rate,
         student_s=_student_s(question, student_rate, trainer_setup(question, "disagg", "fused")),
@@ -342,7 +354,8 @@ def _layout_plan(
         num_gpus += teacher.num_gpus
     else:
         # Here every GPU runs its own passes, and reaches what a teacher's GPU would.
-        share = question.gpu.flops_per_s / question.teacher_gpu.flops_per_s / (teacher.tp * teacher.pp)
+        own, theirs = map(question.teacher_flops_per_s, (question.gpu, question.teacher_gpu))
+        share = own / theirs / (teacher.tp * teacher.pp)
         pass_s = settings.tokens_per_gpu / (teacher.tokens_per_s * share)
         if setup.shards > 1:
             gather_s = exchange_s(question, teacher_gathering(setup))

@@ -186,10 +186,11 @@ def print_presets(out: Console) -> None:
             str(shape.num_layers),
         )
     out.print(models)
-    gpus = _table("GPUs", "name", "memory", "bf16 TFLOP/s", "to its peers")
+    gpus = _table("GPUs", "name", "memory", "bf16 TFLOP/s", "fp32", "to its peers")
     for gpu in GPUS.values():
         peers = f"{gpu.peer_bytes_per_s / 1e9:.0f} GB/s"
-        gpus.add_row(gpu.name, gb(gpu.memory_bytes), f"{gpu.flops_per_s / 1e12:.0f}", peers)
+        rates = (f"{rate / 1e12:g}" for rate in (gpu.flops_per_s, gpu.fp32_flops_per_s))
+        gpus.add_row(gpu.name, gb(gpu.memory_bytes), *rates, peers)
     out.print(gpus)
     links = _table("Links", "name", "Gbit/s", "payload", "round trip")
     for link in LINKS.values():

@@ -37,7 +37,9 @@ class PlanSettings:
     nodes: int = flag(1, "nodes that train")
     gpu: str = flag("H100-80", "preset of the GPUs that train")
     gpu_memory_gb: float | None = flag(None, "their memory, in 1e9 bytes; default: the preset's", metavar="GB")
-    gpu_tflops: float | None = flag(None, "their rate of dense bf16 products; default: the preset's", metavar="TFLOPS")
+    gpu_tflops: float | None = flag(
+        None, "their rate of products in --precision; default: the preset's", metavar="TFLOPS"
+    )
 
     tokens_per_gpu: int = flag(8192, "tokens of a microbatch")
     counted_frac: float = flag(1.0, "part of the tokens that count in the loss")

@@ -182,6 +182,18 @@ def test_measured_rates_replace_the_estimates() -> None:
     assert slow_link.pace.student_stall_frac > 0.5
 
 
+def test_float32_is_timed_at_its_own_rate() -> None:
+    """Of an H100 in float32 67 TFLOP/s, of an A100 19.5: their data sheets."""
+    names = ("Qwen3.5-35B-A3B", "Qwen3.5-9B")
+    for gpu, tflops in (("H100-80", 67.0), ("A100-80", 19.5)):
+        plan = plan_for(*names, gpu=gpu, precision="fp32", teacher_dtype="fp32", teacher_tp=2)
+        assert plan.student_tokens_per_s * plan.flops.total == pytest.approx(0.4 * tflops * 1e12)
+        assert plan.teacher.tokens_per_s * plan.teacher.flops_per_token == pytest.approx(0.3 * 2 * tflops * 1e12)
+    mixed = plan_for(*names, precision="fp32", gpu_tflops=100.0, teacher_tp=1)
+    assert mixed.student_tokens_per_s * mixed.flops.total == pytest.approx(0.4 * 100e12)
+    assert mixed.teacher.tokens_per_s * mixed.teacher.flops_per_token == pytest.approx(0.3 * 989e12)
+
+
 def test_a_fill_crosses_one_port_however_many_nodes_there_are() -> None:
     """8192 rows of 2048 bf16 numbers over nine tenths of 10 Gbit/s; four nodes share the work, but not a fill."""
     for nodes in (1, 4):
