@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import re
 import sys
 import traceback
@@ -32,6 +33,8 @@ FlagT = TypeVar("FlagT")
 _WRONG_VALUE = re.compile(
     r'Parser key "(?P<key>\w+)"(?P<element> element \d+)?: .*(?:Got value|Given value): (?P<value>.*)'
 )
+#: Parts of a flag's metavar that say it takes a path.
+_PATHS = frozenset({"DIR", "FILE"})
 _UNKNOWN_FLAG = re.compile(r"unrecognized arguments: (?P<flag>--[^ =]+).*")
 
 
@@ -50,13 +53,30 @@ def parse(config_type: type[ConfigT], argv: Sequence[str], *, prog: str, descrip
     hints = get_type_hints(config_type)
     for field in dataclasses.fields(config_type):
         _add(parser, field, hints[field.name])
+    argv = [_with_home("--config=", argument) for argument in argv]
     check_files(argv, hints)
     try:
-        found = parser.parse_args(list(argv)).as_dict()
+        found = parser.parse_args(argv).as_dict()
     except (ArgumentError, ValueError, OSError) as error:
         raise ConfigError(f"{_in_our_words(one_line(str(error)), hints)}; allowed flags: {prog} --help") from error
-    values = {field.name: found[field.name] for field in dataclasses.fields(config_type)}
-    return config_type(**{name: tuple(v) if isinstance(v, list) else v for name, v in values.items()})
+    values = {field.name: _value(field, found[field.name]) for field in dataclasses.fields(config_type)}
+    return config_type(**values)
+
+
+def _value(field: dataclasses.Field[object], found: object) -> object:
+    """As the dataclass takes it. In the name of a file or directory `~` is the user's home: in `--out=~/run`, and in a
+    file of settings, no shell has looked at it."""
+    names_a_path = _PATHS & set(str(field.metadata["metavar"]).split("|"))
+    items = found if isinstance(found, list) else [found]
+    if names_a_path:
+        items = [os.path.expanduser(item) if isinstance(item, str) else item for item in items]
+    return tuple(items) if isinstance(found, list) else items[0]
+
+
+def _with_home(prefix: str, argument: str) -> str:
+    if not argument.startswith(prefix):
+        return argument
+    return prefix + os.path.expanduser(argument.removeprefix(prefix))
 
 
 def _in_our_words(reason: str, hints: Mapping[str, object]) -> str:

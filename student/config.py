@@ -51,7 +51,9 @@ class TrainConfig:
         "auto", "documents over --max-length; auto: split text, truncate chats"
     )
     packing: bool = flag(False, "several documents in a sequence, without attention from one to another")
-    cache_dir: str | None = flag(None, "where tokenized data is kept; default: the datasets library's place")
+    cache_dir: str | None = flag(
+        None, "where tokenized data is kept; default: the datasets library's place", metavar="DIR"
+    )
 
     steps: int | None = flag(None, "optimizer steps; give this or --epochs")
     epochs: int | None = flag(None, "passes over the data")
@@ -176,6 +178,9 @@ def with_demo_defaults(config: TrainConfig) -> TrainConfig:
     """Fill in what the bare command leaves out from the demo's files.
 
     Raises ConfigError: a required flag is missing, and there is no demo to take it from."""
+    for name, given in (("student", (config.student,)), ("data", config.data)):
+        if "" in given:
+            raise ConfigError(f"--{name} names nothing; allowed: a name, or no --{name} for the demo's")
     missing = [name for name in ("student", "data") if not getattr(config, name)]
     if not missing:
         return _with_end(_with_teacher(config))

@@ -7,6 +7,7 @@ weights is possible, but only where it is asked for.
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -61,6 +62,7 @@ def load_student(
 
     Raises ConfigError, in one line: nothing there, a part missing or broken, a model that can't be trained this way.
     """
+    source = os.path.expanduser(source)
     _check_source(source, from_config=from_config)
     options: dict[str, Any] = {"trust_remote_code": False}
     fetching = options | {"local_files_only": _is_only_cached(source)}
@@ -87,7 +89,8 @@ def load_student(
 def init_student_from_config(config: Any, *, dtype: torch.dtype = torch.float32, seed: int = 0, **options: Any) -> Any:
     """A causal LM with random weights; the same seed gives the same ones, whatever `dtype`. The global RNG stays."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        # Of the CPU alone, where it is made: `torch.manual_seed` seeds CUDA's generators too, which nothing puts back.
+        torch.default_generator.manual_seed(seed)
         auto_model: Any = transformers.AutoModelForCausalLM
         model = auto_model.from_config(config, dtype=torch.float32, **options)
     return model.to(dtype)
@@ -95,7 +98,7 @@ def init_student_from_config(config: Any, *, dtype: torch.dtype = torch.float32,
 
 def _keep_generation_config(source: str, model: Any) -> None:
     """As `from_pretrained` does it. Left to itself a model made of its config alone would generate by defaults."""
-    if (Path(source).expanduser() / "generation_config.json").is_file():
+    if (Path(source) / "generation_config.json").is_file():
         generation: Any = transformers.GenerationConfig
         model.generation_config = generation.from_pretrained(source)
 
@@ -191,7 +194,7 @@ def _shown(entry: Any) -> str:
 
 
 def _check_source(source: str, *, from_config: bool) -> None:
-    path = Path(source).expanduser()
+    path = Path(source)
     if not path.is_dir():
         if path.exists() or not _HUB_ID.fullmatch(source):
             found = "it is a file" if path.exists() else "no such directory"
@@ -207,14 +210,14 @@ def _check_source(source: str, *, from_config: bool) -> None:
 def _is_only_cached(source: str) -> bool:
     """Whether the hub must not be asked. Raises ConfigError: it can't be, and the cache does not have the model."""
     try:
-        return not Path(source).expanduser().is_dir() and is_only_cached(source)
+        return not Path(source).is_dir() and is_only_cached(source)
     except ValueError as error:
         raise ConfigError(f"student {source}: {error}") from error
 
 
 def _has_tokenizer(source: str) -> bool:
     """Asked before loading: out of a directory without one transformers makes an empty tokenizer."""
-    path = Path(source).expanduser()
+    path = Path(source)
     return not path.is_dir() or _has_any(path, _TOKENIZER_FILES)
 
 

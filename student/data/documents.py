@@ -67,7 +67,7 @@ def tokenize_records(
     `append_eos`: plain text gets the tokenizer's end-of-text token behind it.
 
     Raises ConfigError: a record that is not what its column says, a token id of `vocab_size` or more, no tokenizer or
-    chat template where one is needed.
+    chat template where one is needed, a cache that can't be written.
     """
     if kind != "ids" and tokenizer is None:
         raise ConfigError(f"{file.name_record(0)} holds {kind}, which need a tokenizer; found none beside the student")
@@ -90,16 +90,20 @@ def tokenize_records(
             "max_id": datasets.Value("int64"),
         }
     )
-    documents = file.records.map(
-        encode_batch,
-        batched=True,
-        batch_size=_BATCH_RECORDS,
-        with_indices=True,
-        remove_columns=file.records.column_names,
-        features=features,
-        new_fingerprint=_fingerprint(file.records, kind, tokenizer, append_eos),
-        desc="tokenize",
-    )
+    try:
+        documents = file.records.map(
+            encode_batch,
+            batched=True,
+            batch_size=_BATCH_RECORDS,
+            with_indices=True,
+            remove_columns=file.records.column_names,
+            features=features,
+            new_fingerprint=_fingerprint(file.records, kind, tokenizer, append_eos),
+            desc="tokenize",
+        )
+    except OSError as error:
+        # The records are in memory by now: only what is made of them is written.
+        raise cache_refusal(error) from error
     max_ids = documents.data.column("max_id").to_numpy()
     if len(max_ids) and int(max_ids.max()) >= vocab_size:
         first = int(np.argmax(max_ids >= vocab_size))
@@ -107,6 +111,14 @@ def tokenize_records(
             f"{file.name_record(first)}: token id {int(max_ids[first])}; allowed: 0 to {vocab_size - 1} (vocabulary)"
         )
     return DocumentStore(documents.data.column("token_ids").chunks, documents.data.column("row_ranges").chunks)
+
+
+def cache_refusal(error: OSError) -> ConfigError:
+    """Why tokenized data could not be kept."""
+    return ConfigError(
+        f"the cache of tokenized data can't be written: {error}; allowed: --cache-dir DIR, or HF_HOME, somewhere that "
+        f"can"
+    )
 
 
 def _fingerprint(records: Any, kind: RecordKind, tokenizer: Any | None, append_eos: bool) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import glob
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,8 +12,10 @@ from typing import Any, Literal, get_args
 
 from ring.core.errors import ConfigError
 from student.data.dataset import DataReport, DocumentStore, LongDocuments, TokenDataset, Windows, cut_into_windows
-from student.data.documents import RecordFile, record_kind, tokenize_records
+from student.data.documents import RecordFile, cache_refusal, record_kind, tokenize_records
 
+#: Errors of writing that name no file.
+_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS})
 _JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
 _COMPRESSED_SUFFIXES = (".gz", ".bz2", ".xz", ".zst")
 # A sample needs a token and the one after it.
@@ -138,18 +141,23 @@ def _read(builder: str, names: Sequence[str], cache_dir: str | None) -> RecordFi
             **options,
         )
     except (datasets.exceptions.DatasetsError, OSError, ValueError, TypeError) as error:
-        cache_path = getattr(error, "filename", None)
-        if cache_path is not None and str(Path(cache_path)) not in {str(Path(name).resolve()) for name in names}:
-            raise ConfigError(
-                f"the cache of tokenized data can't be written: {error}; allowed: --cache-dir DIR, or "
-                "HF_HOME, somewhere that can"
-            ) from error
+        # The library wraps what ends the making of its cache.
+        for cause in (error, error.__cause__):
+            if isinstance(cause, OSError) and _is_of_writing(cause, names):
+                raise cache_refusal(cause) from error
         lines = str(error.__cause__ or error).strip().splitlines() or [type(error).__name__]
         culprit = _first_undecodable(names) if builder == "text" else names[0]
         raise ConfigError(f"{culprit}: can't be read as {builder}: {lines[0]}") from error
     if builder == "text":
         return RecordFile(records, lambda index: names[index])
     return RecordFile(records, lambda index: f"{names[0]}, record {index + 1}")
+
+
+def _is_of_writing(error: OSError, names: Sequence[str]) -> bool:
+    """Whether it is about the cache, not about the files that are read."""
+    if error.errno in _NO_ROOM:
+        return True
+    return error.filename is not None and str(Path(error.filename)) not in {str(Path(n).resolve()) for n in names}
 
 
 def _first_undecodable(names: Sequence[str]) -> str:

@@ -127,9 +127,13 @@ def check_teachers(config: TrainConfig) -> None:
 
         if len(config.teacher) != 1:
             raise ConfigError(f"--layout colocated takes one --teacher DIR|ID, got {len(config.teacher)}")
+        if not config.teacher[0]:
+            raise ConfigError("--teacher names nothing; allowed with --layout colocated: DIR|ID")
         check_source(config.teacher[0])
         registry.offered(config.transport, same_process=True)
         return
+    if not config.endpoints:
+        raise ConfigError(f"--teacher names no replica, got {' '.join(config.teacher)!r}; allowed: tcp://HOST:PORT")
     auth = config.auth is not None
     for endpoint in config.endpoints:
         check_exposure(endpoint, flag="--teacher", auth=auth, insecure=config.insecure)

@@ -69,6 +69,20 @@ def test_what_is_wrong_with_a_file_is_named_with_what_is_allowed(tmp_path: Path,
         assert said in text
 
 
+def test_a_home_directory_is_meant_in_every_flag_that_takes_a_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "settings.yaml").write_text("cache_dir: ~/cache\nrun_name: ~/name\n")
+    flags = ["--config=~/settings.yaml", "--student=~/a", "--teacher=~/b", "--data", "~/c/*.jsonl", "d", "--out=~/e"]
+    found = parse(TrainConfig, flags, prog="student.train", description="")
+    home = str(tmp_path)
+    assert (found.cache_dir, found.student, found.out) == (f"{home}/cache", f"{home}/a", f"{home}/e")
+    assert (found.teacher, found.data) == ((f"{home}/b",), (f"{home}/c/*.jsonl", "d"))
+    assert found.run_name == "~/name", "what is no path stays as it is"
+    assert found.auth is None
+
+
 def test_a_file_that_is_not_there_is_said_so(tmp_path: Path) -> None:
     assert refusal("--config", tmp_path / "x") == (
         f"--config {tmp_path / 'x'}: No such file or directory; allowed: a YAML or JSON file of settings"

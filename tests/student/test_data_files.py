@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -299,6 +300,24 @@ def test_text_without_a_tokenizer_is_refused(write_lines: WriteLines, tmp_path: 
 def test_settings_out_of_range_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         DataSettings(**({"files": ("a",), "max_length": 8} | settings))
+
+
+def test_a_cache_that_has_no_room_is_not_blamed_on_the_data(tmp_path: Path, load: Load) -> None:
+    """The disk takes no file beyond 4 KiB: when the file is read, and, with what was read in the cache, tokenized."""
+    (tmp_path / "text.txt").write_text("The ring turns, and slot by slot the states come in. " * 400)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def with_a_full_disk(**settings: Any) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+        try:
+            with pytest.raises(ConfigError, match=r"the cache of tokenized data can't be written: .*--cache-dir"):
+                load(str(tmp_path / "text.txt"), **settings)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    with_a_full_disk()
+    load(str(tmp_path / "text.txt"))
+    with_a_full_disk(append_eos=False)
 
 
 def test_a_cache_that_can_not_be_written_is_not_blamed_on_the_data(

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ring.core.errors import ConfigError
-from student.load import load_student, prepare_student, states_of
+from student.load import init_student_from_config, load_student, prepare_student, states_of
 from student.probe import check_head
 from tests.tiny_models import FAMILIES, TOKENIZER_VOCAB, build_tiny_checkpoint, tiny_model, tiny_tokenizer
 
@@ -60,6 +60,31 @@ def test_random_weights_come_from_the_seed_alone_and_leave_the_global_generator(
     assert torch.equal(weights[0][name], weights[1][name])
     assert not torch.equal(weights[0][name], weights[2][name])
     assert torch.equal(weights[0][name].double(), weights[3][name])
+
+
+def test_random_weights_leave_the_generators_of_cuda_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there are none torch notes the seeds, for when there are."""
+    config, seeds = tiny_model().config, list[int]()
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
+    torch.manual_seed(torch.initial_seed())
+    assert len(seeds) == 1, "what torch seeds them with"
+    init_student_from_config(config, seed=5)
+    assert len(seeds) == 1
+
+
+def test_a_home_directory_that_no_shell_has_written_out_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In `--student=~/model`, say, or in a file of settings."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    build_tiny_checkpoint(tmp_path / "model")
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": 5}))
+    for from_config in (False, True):
+        loaded = load_student("~/model", from_config=from_config)
+        assert loaded.tokenizer is not None
+        assert loaded.model.generation_config.eos_token_id == 5
+    with pytest.raises(ConfigError, match=f"student {tmp_path}/other: no such directory"):
+        load_student("~/other")
 
 
 def test_a_model_of_its_config_alone_still_generates_as_its_checkpoint_says(tmp_path: Path) -> None:

@@ -32,6 +32,11 @@ BAD_FLAGS = [
     (("--fsdp",), "--fsdp needs ranks, as torchrun"),
     (("--vocab-parallel", "2"), "--vocab-parallel needs ranks, as torchrun"),
     (("--layout", "colocated"), "--layout colocated needs --teacher DIR|ID"),
+    (("--layout", "colocated", "--teacher", ""), "--teacher names nothing; allowed with --layout colocated: DIR|ID"),
+    (("--teacher", ""), "--teacher names no replica, got ''; allowed: tcp://HOST:PORT"),
+    (("--teacher", ","), "--teacher names no replica, got ','; allowed: tcp://HOST:PORT"),
+    (("--student", ""), "--student names nothing; allowed: a name, or no --student for the demo's"),
+    (("--data", ""), "--data names nothing; allowed: a name, or no --data for the demo's"),
 ]
 
 
