@@ -57,7 +57,7 @@ class RankLost(DisaggKDError):
 @dataclass(frozen=True, kw_only=True)
 class Launch:
     """What torchrun says to a process it starts. `restarts`: how often it has started this world anew. `run_id`: the
-    same in all of its starts, and in no other torchrun's."""
+    same in all of its starts on this host, and in no other torchrun's."""
 
     rank: int
     world_size: int
@@ -286,14 +286,13 @@ class Ranks:
 
 
 def _run_id(environment: Mapping[str, str]) -> str:
-    """torchrun's own, where the user gave it one (its default is "none"); else the process that started this one."""
+    """torchrun's own (its default is "none") does not do, since scripts give one to many runs; so with the process that
+    started this one: on each host torchrun is another."""
     given = environment.get("TORCHELASTIC_RUN_ID", "none")
-    if given != "none":
-        return given
     starter = Path(f"/proc/{os.getppid()}/stat")
     # Behind the name, in which anything may stand: the 22nd field says when the process began.
     began = starter.read_text(errors="replace").rpartition(")")[2].split()[19] if starter.exists() else ""
-    return f"process {os.getppid()} {began} of {socket.gethostname()}"
+    return f"{given} by process {os.getppid()} {began} of {socket.gethostname()}"
 
 
 def _meeting_place(launch: Launch) -> PrefixStore:

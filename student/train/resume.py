@@ -226,20 +226,27 @@ def curve_hash(config: TrainConfig, data: TokenDataset, ranks: Ranks, *, teacher
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def launched_by(files: RunFiles) -> object:
-    """The `Launch.run_id` that the run in --out began with."""
-    return _settings_before(files).get("run_id")
+def launched_by(files: RunFiles) -> set[str]:
+    """The `Launch.run_id` of each rank that the run in --out began with."""
+    found = _settings_before(files).get("run_ids")
+    return {name for name in found if isinstance(name, str)} if isinstance(found, list) else set()
 
 
 def identify(
-    config: TrainConfig, files: RunFiles, ranks: Ranks, run_id: str, *, resumes: bool, teacher_fingerprint: str | None
+    config: TrainConfig,
+    files: RunFiles,
+    ranks: Ranks,
+    run_ids: list[str],
+    *,
+    resumes: bool,
+    teacher_fingerprint: str | None,
 ) -> None:
-    """Write down what a new run is; see that a resumed one has the same teacher. run_id: of its `Launch`, or empty.
+    """Write down what a new run is; see that a resumed one has the same teacher. run_ids: of its ranks' `Launch`es.
 
     Raises ConfigError: it has another one; nothing was changed."""
     if not resumes:
         settings = {**asdict(config), "ranks": ranks.world_size, "teacher_fingerprint": teacher_fingerprint}
-        write_summary(files.settings, settings | {"run_id": run_id})
+        write_summary(files.settings, settings | {"run_ids": run_ids})
         return
     before = _settings_before(files).get("teacher_fingerprint", teacher_fingerprint)
     if before != teacher_fingerprint:
@@ -313,9 +320,15 @@ def _curve(config: TrainConfig) -> dict[str, object]:
 def _settings_before(files: RunFiles) -> Mapping[str, object]:
     try:
         before = json.loads(files.settings.read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}  # the checkpoint's own hash still tells whether anything changed, only not what
     return before if isinstance(before, dict) else {}
+
+
+def _count(settings: Mapping[str, object], name: str) -> int:
+    """A number of run.json; 1 where somebody has made something else of it: the checkpoint's own hash tells then."""
+    value = settings.get(name)
+    return value if isinstance(value, int) and not isinstance(value, bool) else 1
 
 
 def _changed_settings(config: TrainConfig, files: RunFiles, ranks: Ranks) -> list[str]:
@@ -323,13 +336,13 @@ def _changed_settings(config: TrainConfig, files: RunFiles, ranks: Ranks) -> lis
     now = json.loads(json.dumps(_curve(config)))
     if before.get("deterministic"):
         now |= {name: getattr(config, name) for name in EXACT_SETTINGS}
-    num_ranks = int(str(before.get("ranks", 1)))
+    num_ranks = _count(before, "ranks")
     cut = {name: getattr(config, name) for name in CUT_SETTINGS}
     if num_ranks == ranks.world_size:
         now |= cut
     changed = [f"--{k.replace('_', '-')} was {before[k]}, now {v}" for k, v in now.items() if before.get(k, v) != v]
     if num_ranks != ranks.world_size and all(name in before for name in CUT_SETTINGS):
-        was = math.prod(int(str(before[name])) for name in CUT_SETTINGS) * num_ranks
+        was = math.prod(_count(before, name) for name in CUT_SETTINGS) * num_ranks
         is_now = math.prod(cut.values()) * ranks.world_size
         if was != is_now:
             changed.append(

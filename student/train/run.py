@@ -52,8 +52,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Of the configuration, what each rank may have for itself.
-OWN_SETTINGS = frozenset({"device", "debug"})
+#: Of the configuration, what each rank may have for itself: machines differ.
+OWN_SETTINGS = frozenset({"device", "debug", "bind_host", "cache_dir", "auth", "threads"})
 
 
 def train(config: TrainConfig, launch: Launch | None = None) -> None:
@@ -65,15 +65,16 @@ def train(config: TrainConfig, launch: Launch | None = None) -> None:
     started_s = time.monotonic()
     with ExitStack() as stack:
         ranks = _meet(config, launch)
-        ranks.check_equal("settings", {k: v for k, v in asdict(config).items() if k not in OWN_SETTINGS})
+        ranks.check_equal("settings", shared_settings(config))
         ranks.together(lambda: check_teachers(config))
         word = ranks.from_first(secrets.token_hex(8) if ranks.are_many else "")
         ranks.together(lambda: stack.enter_context(claimed(files.root, word)) if ranks.is_first else None)
         ranks.together(lambda: check_shared(files.root, word))
-        config = replace(config, resume=config.resume or _is_restart(files, ranks, launch))
+        run_ids = _run_ids(ranks, launch)
+        config = replace(config, resume=config.resume or _is_restart(files, ranks, launch, run_ids))
         checkpoint = choose_checkpoint(config, files, ranks)
         parts = load_parts(stack, config, ranks, checkpoint)
-        loop, saver = _loop(stack, config, files, checkpoint, parts, run_id="" if launch is None else launch.run_id)
+        loop, saver = _loop(stack, config, files, checkpoint, parts, run_ids=run_ids)
         ending, is_agreed = "failed", False
         try:
             loop.run()
@@ -92,6 +93,17 @@ def train(config: TrainConfig, launch: Launch | None = None) -> None:
         print(done, flush=True)
 
 
+def shared_settings(config: TrainConfig) -> dict[str, object]:
+    """What must be the same on all ranks."""
+    shared = {name: value for name, value in asdict(config).items() if name not in OWN_SETTINGS}
+    # None of them may go without protection where the others have it.
+    shared["has_auth"] = config.auth is not None
+    if config.deterministic:
+        # A resume looks at those of rank 0.
+        shared["threads"] = config.threads
+    return shared
+
+
 def _meet(config: TrainConfig, launch: Launch | None) -> Ranks:
     """Raises ConfigError: what needs several ranks is asked of one, or what they can't do together."""
     wants_groups = config.fsdp or config.vocab_parallel > 1
@@ -107,18 +119,30 @@ def _meet(config: TrainConfig, launch: Launch | None) -> Ranks:
     )
 
 
-def _is_restart(files: RunFiles, ranks: Ranks, launch: Launch | None) -> bool:
-    """Whether torchrun has started this world anew, and the run in --out is the one that it started before."""
+def _run_ids(ranks: Ranks, launch: Launch | None) -> list[str]:
+    """Of the torchruns that have started this world, one a host."""
+    return [] if launch is None else sorted(set(ranks.gather_words(launch.run_id)))
+
+
+def _is_restart(files: RunFiles, ranks: Ranks, launch: Launch | None, run_ids: list[str]) -> bool:
+    """Whether torchrun has started this world anew, and the run in --out is the one that it started before: one of its
+    hosts is enough, for others may have come in their place."""
     if launch is None or not launch.restarts:
         return False
-    is_ours = bool(ranks.from_first(launched_by(files) == launch.run_id))
+    is_ours = bool(ranks.from_first(not launched_by(files).isdisjoint(run_ids)))
     if is_ours:
         logger.info("started anew for the %d. time: going on from the last checkpoint", launch.restarts)
     return is_ours
 
 
 def _loop(
-    stack: ExitStack, config: TrainConfig, files: RunFiles, checkpoint: Checkpoint | None, parts: Parts, *, run_id: str
+    stack: ExitStack,
+    config: TrainConfig,
+    files: RunFiles,
+    checkpoint: Checkpoint | None,
+    parts: Parts,
+    *,
+    run_ids: list[str],
 ) -> tuple[Loop, Saver]:
     """The loop, where the checkpoint left it; from here on --out is this run's."""
     ranks, plan = parts.ranks, parts.plan
@@ -126,7 +150,7 @@ def _loop(
 
     def begin() -> None:
         fingerprint = parts.fingerprint
-        identify(config, files, ranks, run_id, resumes=checkpoint is not None, teacher_fingerprint=fingerprint)
+        identify(config, files, ranks, run_ids, resumes=checkpoint is not None, teacher_fingerprint=fingerprint)
 
     ranks.together(begin if ranks.is_first else lambda: None)
     fixed = curve_hash(config, parts.data, ranks, teacher_fingerprint=parts.fingerprint)
@@ -217,7 +241,7 @@ def _end(
     if ranks.are_many:
         # Whoever started the ranks ends the others as soon as one has ended: each is about to.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    own = _ring_numbers(parts)
+    own = {"peak_rss_bytes": peak_rss_bytes(), **_ring_numbers(parts)}
     try:
         numbers = ranks.gather_words(own) if is_agreed else [own]
         if ranks.is_first:
@@ -281,7 +305,7 @@ def _ring_numbers(parts: Parts) -> dict[str, Any]:
 def _summary(
     config: TrainConfig, loop: Loop, parts: Parts, numbers: list[dict[str, Any]], *, ending: str, wall_s: float
 ) -> dict[str, object]:
-    """numbers: of each rank's ring; they are added up."""
+    """numbers: of each rank and its ring; they are added up, of the memory the most is told."""
     data, plan = parts.data, parts.plan
     evaluations = loop.eval_losses
     skipped = _skipped(data, plan)
@@ -313,9 +337,9 @@ def _summary(
         "drops": total("drops"),
         "drops_by_cause": totals("drops_by_cause"),
         "slots_bytes": total("slots_bytes"),
-        "transports": {name: backend for own in numbers for name, backend in own.get("transports", {}).items()},
+        "transports": _transports(numbers),
         "teacher_fingerprint": parts.fingerprint,
-        "peak_rss_bytes": peak_rss_bytes(),
+        "peak_rss_bytes": max(own["peak_rss_bytes"] for own in numbers),
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,
@@ -323,6 +347,15 @@ def _summary(
         },
         "config": asdict(config),
     }
+
+
+def _transports(numbers: list[dict[str, Any]]) -> dict[str, str]:
+    """Of each replica that some rank was connected to; several, where ranks reach it in several ways."""
+    found: dict[str, set[str]] = {}
+    for own in numbers:
+        for name, backend in own.get("transports", {}).items():
+            found.setdefault(name, set()).add(backend)
+    return {name: ", ".join(sorted(backends)) for name, backends in found.items()}
 
 
 def _counts(by_cause: Mapping[RetryCause, int] | Mapping[DropCause, int]) -> dict[str, int]:
