@@ -8,7 +8,8 @@ import re
 import socket
 import time
 
-from ring.core.errors import ConfigError, TransportError
+from ring.core.errors import ConfigError
+from transport.devices import local_host_towards
 
 _ENDPOINT = re.compile(r"tcp://(?P<host>\[[0-9a-fA-F:.]+\]|[^:/\s]+):(?P<port>\d{1,5}|\*)")
 #: Where the mechanism is in the greeting of zmq's protocol (ZMTP 3).
@@ -37,15 +38,8 @@ def is_loopback(host: str) -> bool:
 
 def address_towards(endpoint: str) -> str:
     """The local address from which this machine sends to the endpoint. Raises TransportError: there is no route."""
-    host, port = parse_endpoint(endpoint, flag="--teacher")
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
-        # Connecting a datagram socket sends nothing; it only asks the routing table.
-        with socket.socket(family, kind) as probe:
-            probe.connect(address)
-            local = str(probe.getsockname()[0])
-    except OSError as error:
-        raise TransportError(f"{endpoint}: no route to it: {error}") from error
+    host, _ = parse_endpoint(endpoint, flag="--teacher")
+    local = local_host_towards(host.strip("[]"))
     return f"[{local}]" if ":" in local else local
 
 

@@ -13,7 +13,8 @@ import torch
 from ring.core.config import Expectation
 from ring.core.errors import RemoteProtocolError
 from ring.core.messages import HEAD_DIGEST_BYTES, HeadInfo, HeadRequest
-from ring.prefetch import TORCH_DTYPES, Ring
+from ring.dtypes import TORCH_DTYPES
+from ring.prefetch import Ring
 from transport.memory import as_bytes, check_free_memory
 
 

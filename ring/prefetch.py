@@ -18,17 +18,12 @@ from ring.core.errors import ConfigError, DeadlineExceeded, LocalProtocolError, 
 from ring.core.messages import FillHeader, Hello, Payload, TokenRequest, Welcome, WireDtype
 from ring.core.stats import RingStats
 from ring.core.student import StudentMachine
+from ring.dtypes import TORCH_DTYPES
 from ring.lease import Event, Lease
 from ring.pump import ChannelOptions, LinkOpener, Pump
 from ring.session import Needs
 from transport.memory import SlotArena
 
-TORCH_DTYPES = {
-    WireDtype.BF16: torch.bfloat16,
-    WireDtype.FP16: torch.float16,
-    WireDtype.FP32: torch.float32,
-    WireDtype.FP64: torch.float64,
-}
 #: How often a thread that waits looks for idle work.
 IDLE_WORK_POLL_S = 0.002
 

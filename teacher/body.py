@@ -14,13 +14,7 @@ from torch import Tensor, nn
 from planner.head_spec import HeadSpec, head_spec_of
 from ring.core.errors import ConfigError
 from ring.core.messages import WireDtype
-
-TORCH_DTYPES: dict[WireDtype, torch.dtype] = {
-    WireDtype.BF16: torch.bfloat16,
-    WireDtype.FP16: torch.float16,
-    WireDtype.FP32: torch.float32,
-    WireDtype.FP64: torch.float64,
-}
+from ring.dtypes import TORCH_DTYPES
 
 
 def wire_dtype_of(dtype: torch.dtype) -> WireDtype:

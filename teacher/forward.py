@@ -22,8 +22,9 @@ from planner.head_spec import HeadSpec
 from ring.core.errors import LocalProtocolError, RemoteProtocolError
 from ring.core.messages import HEAD_DIGEST_BYTES, HeadInfo, HeadRequest, TokenRequest, WireDtype
 from ring.determinism import fix_kernels
+from ring.dtypes import TORCH_DTYPES
 from teacher.batching import Span, plan_passes
-from teacher.body import TORCH_DTYPES, SplitModel
+from teacher.body import SplitModel
 from teacher.fingerprint import head_sha256
 
 __all__ = ["TeacherModel", "fix_kernels"]

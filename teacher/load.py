@@ -22,7 +22,8 @@ from planner.hub import is_only_cached
 from planner.token_map import num_tokens_of, token_map_hash
 from ring.core.errors import ConfigError
 from ring.core.messages import WireDtype
-from teacher.body import TORCH_DTYPES, SplitModel
+from ring.dtypes import TORCH_DTYPES
+from teacher.body import SplitModel
 from teacher.fingerprint import fingerprint, head_sha256
 from teacher.forward import TeacherModel
 from teacher.probe import check_model

@@ -63,7 +63,7 @@ class Student:
 
 
 class Students:
-    """Not thread-safe: the service's lock guards it. Only the opening threads run beside it."""
+    """Not thread-safe: the service's lock guards it. Only the threads that open and close channels run beside it."""
 
     def __init__(
         self, model: TeacherModel, config: ServiceConfig, *, wake: Callable[[], None], complaints: Complaints
@@ -76,6 +76,7 @@ class Students:
         self._students: dict[str, Student] = {}
         self._opened: deque[tuple[Student, Sender | Exception, threading.Thread]] = deque()
         self._openings: dict[threading.Thread, Student] = {}
+        self._closings: set[threading.Thread] = set()
 
     def __iter__(self) -> Iterator[Student]:
         return iter(tuple(self._students.values()))
@@ -198,19 +199,32 @@ class Students:
         """Forget a student and close its channel, if it is one."""
         student = self._students.pop(name, None)
         if student is not None and student.sender is not None:
-            student.sender.close()
+            self._close(student.sender)
         return student
 
     def close(self) -> None:
         """Forget all; returns once no opening thread is left, or those that are have had their time."""
         for student in self:
             self.remove(student.name)
+        for thread in self._closings:
+            thread.join()
         give_up_s = time.monotonic() + 2 * OPEN_TIMEOUT_S
         for thread, student in self._openings.items():
             thread.join(max(0.0, give_up_s - time.monotonic()))
             if thread.is_alive():
                 logger.warning("student %s: its channel is still being opened; left behind", student.name)
         self.opened()
+
+    def _close(self, sender: Sender) -> None:
+        """Elsewhere: saying goodbye to one that has stopped may take a while, and a rack that is gone has many."""
+        self._closings = {thread for thread in self._closings if thread.is_alive()}
+        thread = threading.Thread(target=sender.close, name="teacher-close", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # no more threads for this user or container
+            sender.close()
+        else:
+            self._closings.add(thread)
 
     def _mismatch(self, hello: Hello) -> str | None:
         """What makes this student and this teacher no pair, with both values."""

@@ -74,6 +74,7 @@ def local_host_towards(host: str) -> str:
     """The address of this machine that reaches the host. Raises TransportError: none does."""
     try:
         family, kind, _, _, where = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        # Connecting a datagram socket sends nothing; it only asks the routing table.
         with socket.socket(family, kind) as probe:
             probe.connect(where)
             return str(probe.getsockname()[0])

@@ -19,6 +19,7 @@ from teacher.students import OPEN_TIMEOUT_S, ServiceConfig, Students
 from tests.ring.rig import HANG_GUARD_S, Teacher, consume, make_hello, make_ring, open_ring, wait_until
 from tests.ring.test_handshake import Stranger, an_offer
 from tests.transport.test_memory import few_descriptors
+from transport import shm
 
 
 @contextmanager
@@ -56,7 +57,7 @@ def test_an_opening_for_which_no_thread_is_left_costs_that_student_alone(
         stranger = Stranger(asked.endpoint)
         assert isinstance(stranger.ask(make_hello(model)), Welcome)
         with monkeypatch.context() as patch:
-            patch.setattr(students_module.threading, "Thread", NoThread)
+            patch.setattr(threading, "Thread", NoThread)
             answer = stranger.ask(an_offer(model))
         assert isinstance(answer, Goodbye)
         assert "can't start new thread" in answer.reason
@@ -96,6 +97,26 @@ def test_no_channel_is_opened_with_the_last_descriptors(model: TeacherModel) -> 
         stranger.close()
         with open_ring(model, asked) as ring:
             consume(ring, model, range(3))
+
+
+def test_students_whose_channels_are_slow_to_close_hold_up_nobody(
+    model: TeacherModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    let_go = threading.Event()
+    close = shm.ShmSender.close
+
+    def close_slowly(sender: shm.ShmSender) -> None:
+        assert let_go.wait(HANG_GUARD_S)
+        close(sender)
+
+    with Teacher(model, backend="shm") as asked:
+        with open_ring(model, asked, transport="shm") as leaving:
+            consume(leaving, model, range(2))
+            monkeypatch.setattr(shm.ShmSender, "close", close_slowly)
+        wait_until(lambda: asked.service.stats().students == 0, "its departure")
+        with open_ring(model, asked, transport="shm") as ring:
+            consume(ring, model, range(3))
+            let_go.set()
 
 
 def test_a_trainer_without_descriptors_waits_for_some_and_says_so(model: TeacherModel) -> None:
