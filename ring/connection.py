@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ring.control import ControlLink
 from ring.core.errors import ConfigError
+from ring.core.messages import Welcome
 from ring.session import Session
 
 #: A replica that was lost is tried again after this, doubled up to the maximum while it stays away.
@@ -17,11 +18,19 @@ RECONNECT_MAX_S = 5.0
 LinkOpener = Callable[[], ControlLink]
 
 
+def _admit_all(welcome: Welcome) -> None:
+    """Whatever it says."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ChannelOptions:
-    """How data channels are opened. crc: None = where the backend advises it. bind_host: for listening backends;
-    None = the address from which this machine reaches the replica. encrypt: where the backend can."""
+    """Which replica may begin a run, and how data channels are opened.
 
+    admit: raises ConfigError where what a replica says of itself is not enough for this run: it is passed over; if all
+    are, the run ends. crc: None = where the backend advises it. bind_host: for listening backends; None = the
+    address from which this machine reaches the replica. encrypt: where the backend can."""
+
+    admit: Callable[[Welcome], None] = _admit_all
     transport: str = "auto"
     crc: bool | None = None
     bind_host: str | None = None

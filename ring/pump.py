@@ -188,7 +188,7 @@ class Pump:
             # A run that has begun waits for its teacher; one that never can begin says why at once.
             self._fail(refusals[0])
         elif is_news:
-            logger.warning("%s", error)
+            logger.warning("%s: %s", replica.name, str(error).removeprefix(f"{replica.name}: "))
 
     def _take_messages(self, replica: Replica, session: Session, now_s: float) -> bool:
         busy = False
@@ -214,6 +214,7 @@ class Pump:
         if welcome is None:
             return False
         if self.welcome is None:
+            self._options.admit(welcome)
             with self.lock:
                 self.welcome = welcome
                 self.changed.notify_all()

@@ -10,6 +10,7 @@ import secrets
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -80,6 +81,7 @@ def connected(
             hello=hello,
             links=links,
             options=ChannelOptions(
+                admit=partial(_check_limits, max_tokens=max_tokens, max_document_tokens=max_document_tokens),
                 transport=config.transport,
                 crc={"auto": None, "on": True, "off": False}[config.crc],
                 bind_host=config.bind_host,
@@ -90,7 +92,6 @@ def connected(
         )
         stack.enter_context(ring)
         welcome = ring.wait_welcome(timeout_s=config.teacher_timeout)
-        _check_limits(welcome, max_tokens=max_tokens, max_document_tokens=max_document_tokens)
         wire_dtype = welcome.wire_dtypes[0]
         slots_bytes = ring.open(
             max_rows=max_rows, wire_dtype=wire_dtype, max_tokens=max_tokens, max_document_tokens=max_document_tokens

@@ -251,6 +251,17 @@ def test_a_microbatch_larger_than_the_teacher_takes(start_teacher: Start, start_
     check_untouched(student)
 
 
+def test_a_replica_that_takes_too_little_does_not_begin_the_run_however_fast_it_answers(
+    start_teacher: Start, start_student: Start
+) -> None:
+    small, port = start_teacher("--max-batch-tokens", 100), free_port()
+    student = start_student("--teacher", small.endpoint, f"tcp://127.0.0.1:{port}")
+    student.until(lambda: "the teacher takes 100 in a request" in student.errors, "it had asked the small one")
+    start_teacher(port=port)
+    student.succeed()
+    assert f"{small.endpoint}: a microbatch has up to " in student.errors
+
+
 def test_a_document_longer_than_the_teacher_has_positions_for(
     tmp_path: Path, start_teacher: Start, start_student: Start
 ) -> None:
