@@ -8,6 +8,7 @@ come from `transport.fault`.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import secrets
 import threading
 import time
@@ -234,6 +235,34 @@ def consume(ring: Ring, model: TeacherModel, seqs: range, *, hold: int = 1) -> N
             held.pop(0).release()
     for lease in held:
         lease.release()
+
+
+def set_limits(ring: Ring, *, request_timeout_s: float | None = None, teacher_timeout_s: float | None = None) -> None:
+    """Another patience from now on, of an open ring that waits for nothing.
+
+    What has to go well before is given all the time that it takes on a busy machine; only what the test wants to be
+    over soon has a short limit."""
+    with ring._pump.lock:
+        machine = ring._pump.machine
+        assert machine is not None
+        attempts = machine._attempts
+        assert not len(attempts.deadlines)
+        given = {"request_timeout_s": request_timeout_s, "teacher_timeout_s": teacher_timeout_s}
+        changes = {name: value for name, value in given.items() if value is not None}
+        machine._config = attempts._config = dataclasses.replace(machine._config, **changes)
+        attempts.deadlines._period_s = attempts.stalls._period_s = machine._config.request_timeout_s
+        machine._unserved._timeout_s = machine._config.teacher_timeout_s
+        ring._pump.wake()
+
+
+def make_overdue(ring: Ring) -> None:
+    """Every request that is in flight has been so for too long."""
+    with ring._pump.lock:
+        machine = ring._pump.machine
+        assert machine is not None
+        overdue = machine._attempts.deadlines._deadline_s
+        overdue.update(dict.fromkeys(overdue, time.monotonic()))
+        ring._pump.wake()
 
 
 def all_up(ring: Ring) -> None:

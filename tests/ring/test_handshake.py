@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import pickle
 import socket
 import threading
@@ -236,8 +235,10 @@ def test_a_student_too_many_waits_for_a_place(model: TeacherModel) -> None:
             late = Stranger(small.endpoint)
             assert late.ask(make_hello(model)) == Goodbye(reason="1 students are here; allowed: 1")
             late.close()
-            with make_ring(model, small) as second, pytest.raises(TeacherLost, match="1 students are here; allowed: 1"):
-                second.wait_welcome(timeout_s=0.5)
+            with make_ring(model, small) as second:
+                wait_until(lambda: "1 students are here; allowed: 1" in second._pump.last_errors(), "the refusal")
+                with pytest.raises(TeacherLost, match="1 students are here; allowed: 1"):
+                    second.wait_welcome(timeout_s=0)
         with open_ring(model, small) as ring:
             consume(ring, model, range(3))
 
@@ -373,17 +374,3 @@ def test_what_is_no_teacher_is_named_with_what_it_did(
         wait_until(lambda: error in ring._pump.last_errors(), "the ring to notice")
         with pytest.raises(TeacherLost, match="no teacher answered within 0 s"):
             ring.wait_welcome(timeout_s=0)
-
-
-def test_a_teacher_that_denies_later_is_asked_again_and_waited_for(model: TeacherModel, impostor: ImpostorPort) -> None:
-    """A run that has begun does not end because another model was put at its teacher's port; its time does."""
-    endpoint = impostor.endpoint
-    impostor.close()
-    with Teacher(model, listen=endpoint) as first, open_ring(model, first, teacher_timeout_s=1.0) as ring:
-        consume(ring, model, range(3))
-        first.close()
-        odd = dataclasses.replace(model, token_map_hash="cd" * 32)
-        with Teacher(odd, listen=endpoint):
-            ring.submit(3, request_of(3))
-            with pytest.raises(TeacherLost, match="refuses this student: the tokenizers differ"):
-                ring.next_lease(timeout_s=HANG_GUARD_S)

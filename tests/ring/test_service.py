@@ -19,7 +19,18 @@ from ring.session import Phase, Session
 from teacher.forward import TeacherModel
 from teacher.service import TeacherService
 from teacher.students import ServiceConfig
-from tests.ring.rig import HANG_GUARD_S, Teacher, consume, make_hello, open_ring, request_of, states_of, wait_until
+from tests.ring.rig import (
+    HANG_GUARD_S,
+    Teacher,
+    all_up,
+    consume,
+    make_hello,
+    open_ring,
+    request_of,
+    set_limits,
+    states_of,
+    wait_until,
+)
 from transport.memory import SlotArena
 
 
@@ -202,7 +213,9 @@ def test_a_model_that_always_raises_ends_the_run_with_what_it_raised(
     model: TeacherModel, watched: WatchedModel
 ) -> None:
     watched.errors += [RuntimeError("the weights are on fire")] * 1000
-    with Teacher(watched) as asked, open_ring(model, asked, teacher_timeout_s=0.5) as ring:  # type: ignore[arg-type]
+    with Teacher(watched) as asked, open_ring(model, asked) as ring:  # type: ignore[arg-type]
+        all_up(ring)
+        set_limits(ring, teacher_timeout_s=0.5)
         ring.submit(0, request_of(0))
         with pytest.raises(TeacherLost, match=r"refused seq 0 \(failed\): RuntimeError: the weights are on fire"):
             ring.next_lease(timeout_s=HANG_GUARD_S)
@@ -314,7 +327,7 @@ def test_a_student_that_does_not_read_is_passed_over_and_holds_up_nobody(
 
 
 def test_a_student_that_never_reads_is_dropped_in_time(model: TeacherModel) -> None:
-    with Teacher(model, student_timeout_s=0.3) as asked:
+    with Teacher(model, student_timeout_s=1.0) as asked:
         student = SlowReader(asked, model, num_slots=2, transport="zmq")
         student.ask(0, slot=0)
 
