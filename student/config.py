@@ -87,6 +87,9 @@ class TrainConfig:
     vocab_parallel: int = flag(1, "torchrun: ranks that share one pair of heads, each with a part of the vocabulary")
     replicas_per_rank: int = flag(0, "replicas of --teacher that each rank uses, in turn; 0: all")
     rank_timeout: float = flag(300.0, "seconds that a silent rank is waited for before the others end", metavar="S")
+    checkpoint_timeout: float = flag(
+        1800.0, "seconds that the ranks wait for one that writes its part of a checkpoint, or the model", metavar="S"
+    )
 
     ring_depth: int = flag(3, "slots: microbatches asked for, filled or being read at one time")
     ring_spares: int = flag(2, "further slots that replace quarantined ones")
@@ -128,7 +131,10 @@ class TrainConfig:
             _require(self, name, getattr(self, name) >= 0, ">= 0")
         for name in ("kd_weight", "ce_weight", "weight_decay", "clip_norm"):
             _require(self, name, 0 <= getattr(self, name) < float("inf"), ">= 0")
-        for name in ("lr", "temperature", "teacher_timeout", "peer_timeout", "request_timeout", "rank_timeout"):
+        for name in (
+            *("lr", "temperature", "teacher_timeout", "peer_timeout", "request_timeout", "rank_timeout"),
+            "checkpoint_timeout",
+        ):
             _require(self, name, 0 < getattr(self, name) < float("inf"), "> 0")
         _require(self, "min_lr_frac", 0 <= self.min_lr_frac <= 1, "0 to 1")
         for name in ("jsd_teacher_weight", "skew_alpha"):

@@ -37,6 +37,8 @@ _torch: Any = dist
 
 #: While one rank loads and tokenizes the others wait; one that ends is noticed at once all the same.
 START_TIMEOUT_S = 4 * 3600.0
+#: While one rank writes to a disk.
+CHECKPOINT_TIMEOUT_S = 1800.0
 
 #: Of an error that ends the run on every rank.
 _KNOWN = "_is_known_to_all_ranks"
@@ -100,10 +102,12 @@ class Ranks:
         *,
         device: torch.device,
         timeout_s: float,
+        checkpoint_timeout_s: float = CHECKPOINT_TIMEOUT_S,
         vocab_parallel: int = 1,
         wants_groups: bool = False,
     ) -> None:
-        """Meets the other ranks. timeout_s: how long a silent rank is waited for once the run is under way.
+        """Meets the other ranks. timeout_s: how long a silent rank is waited for once the run is under way;
+        checkpoint_timeout_s: where it may be writing to a disk.
 
         Raises ConfigError: the world can't be cut into vocabulary groups of that size. Raises RankLost: one does not
         come."""
@@ -112,10 +116,11 @@ class Ranks:
                 f"--vocab-parallel {vocab_parallel}: the world has {launch.world_size} ranks; allowed: a divisor of it"
             )
         self.rank, self.world_size, self.local_rank = launch.rank, launch.world_size, launch.local_rank
-        self.device, self.timeout_s, self.restarts = device, timeout_s, launch.restarts
+        self.device, self.timeout_s = device, timeout_s
         self.mesh: DeviceMesh | None = None
         self._words: dist.ProcessGroup | None = None
         self._patient: dist.ProcessGroup | None = None
+        self._saving: dist.ProcessGroup | None = None
         self._background: dist.ProcessGroup | None = None
         self._vocab_mesh: DeviceMesh | None = None
         if launch.world_size == 1 and not wants_groups:
@@ -136,7 +141,8 @@ class Ranks:
                 )
             self._words = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
             self._patient = dist.new_group(backend="gloo", timeout=timedelta(seconds=START_TIMEOUT_S))
-            self._background = dist.new_group(backend="gloo", timeout=timedelta(seconds=START_TIMEOUT_S))
+            self._saving = dist.new_group(backend="gloo", timeout=timedelta(seconds=checkpoint_timeout_s))
+            self._background = dist.new_group(backend="gloo", timeout=timedelta(seconds=checkpoint_timeout_s))
             self.mesh = init_device_mesh(device.type, (self.world_size,), mesh_dim_names=("world",))
             if vocab_parallel > 1:
                 self._vocab_mesh = _mesh_of(device.type, self.world_size, vocab_parallel, timeout_s=timeout_s)
@@ -145,6 +151,10 @@ class Ranks:
     def alone(cls, device: torch.device) -> Ranks:
         launch = Launch(rank=0, world_size=1, local_rank=0, restarts=0)
         return cls(launch, device=device, timeout_s=START_TIMEOUT_S)
+
+    def begin_training(self) -> None:
+        """All is loaded: from here on nothing takes longer than a checkpoint."""
+        self._patient = self._saving
 
     def in_background(self) -> Ranks:
         """The same ranks for a thread of its own: its words never mix with those of the main thread."""
@@ -168,7 +178,7 @@ class Ranks:
 
     @property
     def patient_group(self) -> dist.ProcessGroup | None:
-        """For what may take long, such as writing a checkpoint."""
+        """For what may take long: loading until `begin_training`, then writing to a disk."""
         return self._patient
 
     @property
@@ -207,7 +217,7 @@ class Ranks:
         return self.gather_words(words if self.is_first else None)[0]
 
     def wait_for_all(self) -> None:
-        """Returns once every rank is here, however long that takes. Raises RankLost: one has ended."""
+        """Returns once every rank is here. Raises RankLost: one has ended, or may take no longer."""
         self.gather_words(None, patient=True)
 
     def check_equal(self, what: str, value: object) -> None:
@@ -275,8 +285,8 @@ class Ranks:
             yield
         except RuntimeError as error:
             raise RankLost(
-                f"rank {self.rank}: another rank ended, or was silent for longer than --rank-timeout: "
-                f"{str(error).splitlines()[0]}"
+                f"rank {self.rank}: another rank ended, or was silent for longer than --rank-timeout (in a checkpoint: "
+                f"--checkpoint-timeout): {str(error).splitlines()[0]}"
             ) from error
 
     def part(self) -> None:

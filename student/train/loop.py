@@ -193,8 +193,6 @@ class Loop:
         self._optimizer.step(lr=lr)
         progress = self.progress
         progress.step, progress.position = planned.step, planned.next_position
-        progress.samples += len(planned.sample_ids)
-        progress.rows += planned.num_rows
         self._updating = False
 
     def _forward(self, batch: MicroBatch, states: torch.Tensor | None, *, num_rows: int) -> KDOutput:
@@ -293,10 +291,22 @@ class Loop:
         return sum(row[0] for row in rows), int(sum(row[1] for row in rows))
 
     def _checkpoint(self, *, wait: bool = True) -> None:
-        if self._saved_step != self.progress.step:
+        """wait: it is durable when this returns; one of this step that failed in the background is made once more."""
+        step = self.progress.step
+        if self._saved_step != step:
             self._save(self.progress)
-            self._saved_step = self.progress.step
-        if wait:
+            self._saved_step = step
+        if not wait:
+            return
+        try:
+            self._finish_saving()
+        except (CheckpointError, RankFailed) as error:
+            # Else no rank may wait for the others any more.
+            if self._ranks.are_many and not self._ranks.is_known_to_all(error):
+                raise
+            if self._ranks.is_first:
+                logger.warning("no checkpoint of step %d: %s; it is tried once more", step, error)
+            self._save(self.progress)
             self._finish_saving()
 
     def _checkpoint_before_step(self, generators: RngState) -> None:

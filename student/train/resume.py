@@ -74,8 +74,6 @@ class Progress:
 
     step: int
     position: int
-    samples: int = 0
-    rows: int = 0
 
 
 @dataclass(frozen=True)

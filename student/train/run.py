@@ -76,6 +76,7 @@ def train(config: TrainConfig, launch: Launch | None = None) -> None:
         parts = load_parts(stack, config, ranks, checkpoint)
         loop, saver = _loop(stack, config, files, checkpoint, parts, run_ids=run_ids)
         ending, is_agreed = "failed", False
+        ranks.begin_training()
         try:
             loop.run()
             _check_complete(parts.plan, loop.progress)
@@ -114,6 +115,7 @@ def _meet(config: TrainConfig, launch: Launch | None) -> Ranks:
         launch,
         device=resolve_device(config.device, local_rank=launch.local_rank),
         timeout_s=config.rank_timeout,
+        checkpoint_timeout_s=config.checkpoint_timeout,
         vocab_parallel=config.vocab_parallel,
         wants_groups=wants_groups,
     )
@@ -158,14 +160,7 @@ def _loop(
 
     def go_on() -> Progress:
         return restore(
-            checkpoint,
-            plan=plan,
-            trained=trained,
-            model=model,
-            ranks=ranks,
-            files=files,
-            fixed=fixed,
-            seed=config.seed,
+            checkpoint, plan=plan, trained=trained, model=model, ranks=ranks, files=files, fixed=fixed, seed=config.seed
         )
 
     progress = ranks.together(go_on)

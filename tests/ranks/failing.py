@@ -28,6 +28,7 @@ from student.checkpoint import CheckpointError
 from student.data import MicroBatch
 from student.metrics import MetricsFile
 from student.train.__main__ import main
+from student.train.resume import Progress
 from student.train.saver import Saver
 
 #: Calls that go well before the one that fails.
@@ -104,6 +105,32 @@ def fill_disk(*, after: int, until: int) -> None:
     checkpoint._save = filled
 
 
+def fill_disk_and_be_stopped() -> None:
+    """For the first checkpoint; and while that is begun, a signal ends the run after the step that it is of."""
+    fill_disk(after=0, until=1)
+    begin, calls = Saver.save, 0
+
+    def stopped(saver: Saver, now: Progress) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            signal.raise_signal(signal.SIGTERM)
+        begin(saver, now)
+
+    Saver.save = stopped  # type: ignore[method-assign]
+
+
+def stop_in_a_checkpoint() -> None:
+    """As if it hung in a write to a file system that does not answer."""
+    write = checkpoint._save
+
+    def stopped(*arguments: Any) -> None:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        write(*arguments)
+
+    checkpoint._save = stopped
+
+
 def tear_last_checkpoint() -> None:
     """The disk loses a part of the newest one, just before the model is exported from it."""
     export = Saver.export
@@ -137,7 +164,9 @@ FAULTS: dict[str, Callable[[], None]] = {
     "norm": lambda: break_teacher(lambda shared: shared.body.norm),
     "death in a layer": lambda: break_teacher(lambda shared: shared.body.layers[0].mlp, None),
     "full": lambda: fill_disk(after=0, until=1),
+    "full, and a signal": fill_disk_and_be_stopped,
     "full for good": lambda: fill_disk(after=1, until=sys.maxsize),
+    "stopped": stop_in_a_checkpoint,
     "torn": tear_last_checkpoint,
     "evaluation": die_evaluating,
 }

@@ -112,6 +112,22 @@ def test_a_checkpoint_that_fails_in_the_background_costs_neither_the_next_one_no
     assert "step 6 is there" not in world.first.errors
 
 
+@pytest.mark.parametrize(
+    ("num_steps", "code"), [(2, 0), (100000, 143)], ids=["the last step", "a signal after the same step"]
+)
+def test_a_checkpoint_that_failed_in_the_background_is_made_once_more_before_the_run_ends(
+    endpoint: str, start_world: StartWorld, num_steps: int, code: int
+) -> None:
+    flags = ("--steps", num_steps, "--warmup-steps", 0, "--checkpoint-every", 2)
+    fault = "full" if code == 0 else "full, and a signal"
+    world = start_world("--teacher", endpoint, *flags, size=2, **with_fault(fault, rank=1))
+    assert world.wait() == [code, code], world.tail()
+    assert world.first.checkpoints == ["step-00000002"]
+    (said,) = (line for line in world.first.errors.splitlines() if "no checkpoint of step 2" in line)
+    assert "rank 1 could not write its part: OSError: [Errno 27]" in said
+    assert said.endswith("it is tried once more")
+
+
 def test_a_checkpoint_that_failed_leaves_nothing_in_memory(tmp_path: Path) -> None:
     """Each is a copy of all that the rank trains: with what the next one copies two would be there."""
     for rank in run_ranks("tests.ranks.failed_writer", tmp_path / "root", size=2, cwd=tmp_path):
@@ -126,6 +142,20 @@ def test_a_run_that_can_save_nothing_more_ends(endpoint: str, start_world: Start
     assert "no checkpoint of step 4" in world.first.errors, "the second is waited for"
     assert world.first.checkpoints == ["step-00000002"]
     assert world.first.steps_taken == 6
+
+
+@pytest.mark.parametrize("way", ["--background-checkpoints=false", "--background-checkpoints=true"])
+def test_a_rank_that_hangs_in_a_checkpoint_is_waited_for_as_long_as_one_may_take(
+    endpoint: str, start_world: StartWorld, way: str
+) -> None:
+    """Not as long as loading may; at the end of the run, where nothing else waits for it, either."""
+    flags = ("--steps", 2, "--warmup-steps", 0, way, "--checkpoint-timeout", 8, "--rank-timeout", 1000)
+    world = start_world("--teacher", endpoint, *flags, size=2, **with_fault("stopped", rank=1))
+    assert world.first.wait() == 1
+    assert last_error(world.first).startswith(
+        "rank 0: another rank ended, or was silent for longer than --rank-timeout"
+    )
+    assert world.first.checkpoints == []
 
 
 def test_a_model_is_never_exported_from_an_older_step(endpoint: str, start_world: StartWorld) -> None:
