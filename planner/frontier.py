@@ -1,7 +1,8 @@
 """What is the most that each layout can hold: the largest teacher, the largest student, the most tokens.
 
 Teachers and students grow by layers of their own kind, so that a size stands for a model that could exist. Memory grows
-with each of the three, so that a bisection finds the largest that fits, to the layer or the token.
+with each of the three, so that a bisection finds the largest that fits, to the layer or the token. Each size is asked
+as a plan of its own would be: where less is left, the fused loss chooses its mode anew.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from planner.errors import PlanError
 from planner.models import PRESETS, find_model
 from planner.plan import LAYOUTS, Question, node_counts, trainer_setup
 from planner.settings import PlanSettings
-from planner.trainer_memory import Layout, Loss, TrainerSetup, trainer_memory
+from planner.trainer_memory import Layout, Loss, trainer_memory
 
 #: Layers and tokens up to which is looked; a frontier beyond them is "any".
 MAX_LAYERS = 10_000
@@ -54,20 +55,17 @@ def frontier_of(question: Question) -> tuple[Frontier, ...]:
 
 
 def _frontier(question: Question, layout: Layout, loss: Loss) -> Frontier:
-    setup = trainer_setup(question, layout, loss)
-
-    def holds(changed: TrainerSetup) -> bool:
-        return question.needed(trainer_memory(changed)) <= question.gpu.memory_bytes
+    def holds(asked: Question) -> bool:
+        return asked.needed(trainer_memory(trainer_setup(asked, layout, loss))) <= asked.gpu.memory_bytes
 
     def teacher_holds(layers: int) -> bool:
-        return holds(replace(setup, teacher=question.teacher.with_layers(layers)))
+        return holds(replace(question, teacher=question.teacher.with_layers(layers)))
 
     def student_holds(layers: int) -> bool:
-        return holds(replace(setup, student=question.student.with_layers(layers)))
+        return holds(replace(question, student=question.student.with_layers(layers)))
 
     def tokens_hold(tokens: int) -> bool:
-        rows = max(1, round(tokens * question.settings.counted_frac))
-        return holds(replace(setup, tokens=tokens, rows=rows))
+        return holds(_with(question, tokens_per_gpu=tokens))
 
     teacher, student = _largest(teacher_holds, MAX_LAYERS), _largest(student_holds, MAX_LAYERS)
     return Frontier(

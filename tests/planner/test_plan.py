@@ -10,7 +10,7 @@ import pytest
 from planner.errors import PlanError
 from planner.frontier import frontier_of, sweep_of
 from planner.models import find_model
-from planner.plan import LAYOUTS, Plan, plan_of, question_of, trainer_setup
+from planner.plan import LAYOUTS, Plan, Question, plan_of, question_of, trainer_setup
 from planner.settings import PlanSettings
 from planner.trainer_memory import Layout, Loss, TrainerSetup, trainer_memory
 from planner.verdict import verdict_of
@@ -118,16 +118,19 @@ def test_models_of_different_vocabularies_are_warned_about() -> None:
     assert verdict_of(plan_for("Qwen3-235B-A22B", "Qwen3-32B")).warnings == ()
 
 
+@pytest.mark.parametrize("changes", [{}, {"vocab_parallel": 8}, {"counted_frac": 0.3}], ids=str)
 @pytest.mark.parametrize("pair", [("Qwen3.5-35B-A3B", "Qwen3.5-9B"), ("Qwen3-32B", "Qwen3-1.7B")], ids="->".join)
-def test_the_frontier_fits_and_what_is_just_beyond_it_does_not(pair: tuple[str, str]) -> None:
-    question = question_of(PlanSettings(teacher=pair[0], student=pair[1]))
-    capacity = question.gpu.memory_bytes
+def test_a_plan_of_the_frontier_fits_and_of_what_lies_beyond_it_none_does(
+    pair: tuple[str, str], changes: dict[str, Any]
+) -> None:
+    question = question_of(PlanSettings(teacher=pair[0], student=pair[1], **changes))
     for frontier in frontier_of(question):
-        setup = trainer_setup(question, frontier.layout, frontier.loss)
+        kind = (frontier.layout, frontier.loss)
         assert frontier.tokens is not None
-        for tokens, fits in ((frontier.tokens, True), (frontier.tokens + 1, False)):
-            needed = question.needed(trainer_memory(replace(setup, tokens=tokens, rows=tokens)))
-            assert (needed <= capacity) is fits
+        # Far beyond as well: the loss may work in another mode there.
+        for tokens in (frontier.tokens, frontier.tokens + 1, *(frontier.tokens * part // 16 for part in range(17, 49))):
+            settings = replace(question.settings, tokens_per_gpu=tokens)
+            assert fits(question_of(settings), *kind) is (tokens == frontier.tokens)
         for found, shape, name in (
             (frontier.student_params, question.student, "student"),
             (frontier.teacher_params, question.teacher, "teacher"),
@@ -136,9 +139,14 @@ def test_the_frontier_fits_and_what_is_just_beyond_it_does_not(pair: tuple[str, 
                 continue
             assert found is not None
             layers = next(n for n in range(1, 2000) if shape.with_layers(n).num_params == found)
-            for more, fits in ((0, True), (1, False)):
-                changed = replace(setup, **{name: shape.with_layers(layers + more)})
-                assert (question.needed(trainer_memory(changed)) <= capacity) is fits
+            for more in range(5):
+                model: Any = {name: shape.with_layers(layers + more)}
+                assert fits(replace(question, **model), *kind) is (more == 0)
+
+
+def fits(question: Question, layout: Layout, loss: Loss) -> bool:
+    memory = trainer_memory(trainer_setup(question, layout, loss))
+    return question.needed(memory) <= question.gpu.memory_bytes
 
 
 def test_a_disaggregated_trainer_does_not_grow_with_its_teacher() -> None:
