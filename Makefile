@@ -81,7 +81,8 @@ soak-chaos: setup
 soak-security: setup
 	end=$$(($$(date +%s) + 60 * $(MINUTES))); seed=$$(date +%s); while [ $$(date +%s) -lt $$end ]; do \
 		echo "TEST_SEED=$$seed"; TEST_SEED=$$seed FUZZ_EXAMPLES=1000 $(PY) -m pytest -n 2 --dist worksteal \
-		--hypothesis-seed=$$seed tests/security/test_strangers.py tests/security/test_decoders.py tests/ring_core/test_codec.py; \
+		--hypothesis-seed=$$seed tests/security/test_strangers.py tests/security/test_decoders.py \
+		tests/security/test_heads.py tests/security/test_run_files.py tests/ring_core/test_codec.py; \
 		seed=$$((seed + 1)); done
 
 bench: setup ## throughput and memory, printed against their targets

@@ -73,8 +73,12 @@ class Checkpoint:
         return (self.path / SHARDS_DIR).is_dir()
 
     def optimizer_tensors(self) -> dict[str, torch.Tensor]:
-        """The optimizer's state, on the CPU."""
-        return safetensors.torch.load_file(self.path / OPTIMIZER_FILE)
+        """The optimizer's state, on the CPU. Raises ConfigError: the file holds no tensors."""
+        try:
+            return safetensors.torch.load_file(self.path / OPTIMIZER_FILE)
+        except (OSError, ValueError, KeyError, RuntimeError, safetensors.SafetensorError) as error:
+            reason = " ".join(str(error).split())
+            raise ConfigError(f"checkpoint {self.path}: {OPTIMIZER_FILE} can't be read: {reason}") from error
 
 
 @dataclass(frozen=True)

@@ -98,15 +98,13 @@ class MetricsFile:
     def _kept_lines(self, resume_step: int) -> list[str]:
         if not self._path.exists():
             return []
-        kept = []
+        kept, last = [], -1
         for line in self._path.read_text(errors="replace").splitlines(keepends=True):
-            try:
-                is_kept = int(json.loads(line)["step"]) <= resume_step and line.endswith("\n")
-            except (ValueError, KeyError, TypeError):
-                # Torn by a crash in the middle of a write: everything from here on is after the checkpoint.
-                break
-            if is_kept:
+            # One that a crash has torn is the last one. Damaged ones before it are left out; whoever counts says so.
+            step = _step_of(line)
+            if step is not None and last < step <= resume_step and line.endswith("\n"):
                 kept.append(line)
+                last = step
         return kept
 
     def write(self, record: StepMetrics | Mapping[str, object]) -> None:
@@ -116,9 +114,9 @@ class MetricsFile:
             self._file.write(json.dumps(fields) + "\n")
 
     def column(self, name: str) -> dict[int, float]:
-        """One number of each line in the file, by step."""
+        """One number of each line in the file that has it, by step."""
         records = map(json.loads, self._path.read_text().splitlines())
-        return {int(record["step"]): float(record[name]) for record in records}
+        return {record["step"]: float(record[name]) for record in records if _is_number(record.get(name))}
 
     def sync(self) -> None:
         """What was written is on the disk when this returns. Raises CheckpointError: the disk is full or fails."""
@@ -139,6 +137,20 @@ class MetricsFile:
                 f"{self._path} could not be written: {error.strerror}; checkpoints are untouched, and --resume goes on "
                 f"from the newest"
             ) from error
+
+
+def _step_of(line: str) -> int | None:
+    """None: it is no record of a step."""
+    try:
+        step = json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return step if isinstance(step, int) and not isinstance(step, bool) else None
+
+
+def _is_number(value: object) -> bool:
+    # Whole numbers without bound are no metric of ours, and may have no float.
+    return isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63)
 
 
 def write_summary(path: Path, summary: Mapping[str, object]) -> None:

@@ -123,17 +123,18 @@ class StudentOptimizer:
     def load_state_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Takes over a state that `state_tensors` gave; a parameter without an update so far has none.
 
-        Raises ConfigError: unknown or missing names, or other shapes; nothing is changed then.
+        Raises ConfigError: unknown or missing names, or other shapes or dtypes; nothing is changed then.
         """
         states: dict[str, dict[str, torch.Tensor]] = {}
         for key, tensor in tensors.items():
             what, _, name = key.partition(".")
             if what not in _STATE_NAMES or name not in self._parameters:
                 raise ConfigError(f"optimizer state {key!r} belongs to no parameter of this student")
-            if what != "step" and tensor.shape != self._parameters[name].shape:
+            like = torch.tensor(0.0) if what == "step" else self._parameters[name]
+            if (tensor.shape, tensor.dtype) != (like.shape, like.dtype):
                 raise ConfigError(
-                    f"optimizer state {key!r} has shape {tuple(tensor.shape)}; allowed: "
-                    f"{tuple(self._parameters[name].shape)}"
+                    f"optimizer state {key!r} is {tensor.dtype} of shape {tuple(tensor.shape)}; allowed: {like.dtype} "
+                    f"of shape {tuple(like.shape)}"
                 )
             states.setdefault(name, {})[what] = tensor
         for name, state in states.items():

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from ring.core.errors import ConfigError
+
 
 @dataclass(frozen=True, kw_only=True)
 class RngState:
@@ -58,8 +60,17 @@ def capture_rng() -> RngState:
 def restore_rng(state: RngState) -> None:
     """Puts the generators back; those of CUDA devices that are not there any more are left out.
 
-    The last thing before the first resumed step: whatever is built after it may draw from them.
+    The last thing before the first resumed step: whatever is built after it may draw from them. Raises ConfigError:
+    that is no state of theirs.
     """
+    try:
+        _restore(state)
+    except (RuntimeError, ValueError, TypeError, OverflowError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"the random generators can't be put back as a checkpoint has them: {reason}") from error
+
+
+def _restore(state: RngState) -> None:
     torch.set_rng_state(torch.frombuffer(bytearray(state.torch_cpu), dtype=torch.uint8))
     for device, cuda_state in enumerate(state.torch_cuda[: torch.cuda.device_count()]):
         torch.cuda.set_rng_state(torch.frombuffer(bytearray(cuda_state), dtype=torch.uint8), device)

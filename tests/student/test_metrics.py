@@ -60,7 +60,7 @@ def test_a_disk_that_takes_no_line_says_which_file_and_what_is_left(tmp_path: Pa
         (lambda path: path.unlink(), "lacks 4 of the 4 steps that the checkpoint contains, from step 1 on"),
         (
             lambda path: path.write_text(path.read_text().replace('"step": 3', '"step": three')),
-            "lacks 2 of the 4 steps",
+            "lacks 1 of the 4 steps",
         ),
         (lambda path: path.write_bytes(path.read_bytes().replace(b'"step": 2', b'"st\xffp": 2')), "from step 2 on"),
         (lambda path: path.write_text(path.read_text().replace('"step": 4', '"step": []')), "from step 4 on"),
