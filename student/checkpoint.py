@@ -2,7 +2,7 @@
 
     <root>/step-00000040/model/               the student as `from_pretrained` reads it, in its own dtype
                          optimizer.safetensors
-                         state.json            step, position, schedule, generators, and what the files must be
+                         state.json            step, position, generators, and what the files must be
 
 A process that is killed at any moment leaves the checkpoints before it untouched. Nothing is pickled. One process
 writes to a root.
@@ -44,14 +44,13 @@ class CheckpointError(DisaggKDError):
 class TrainState:
     """What a run is, beside its tensors.
 
-    `step`: updates made. `position`: of the next sample. `config_hash`: of what must not change over a resume.
-    `schedule`: the learning-rate schedule, for the comparison. `rng`: the generators of each rank.
+    `step`: updates made. `position`: of the next sample. `config_hash`: of what must not change over a resume, of the
+    learning-rate schedule too. `rng`: the generators of each rank.
     """
 
     step: int
     position: int
     config_hash: str
-    schedule: Mapping[str, float | int | str]
     rng: tuple[RngState, ...]
 
 
@@ -97,22 +96,19 @@ def write_checkpoint(
     optimizer_tensors: Mapping[str, torch.Tensor],
     tokenizer: Any | None = None,
     keep: int = 2,
-    model_tensors: dict[str, Any] | None = None,
 ) -> Path:
-    """Writes `<root>/step-<step>` whole and durable, then removes all but the newest `keep` up to this step.
-
-    `model_tensors`: the model's state dict, where its parameters are sharded; None = the model's own. An older
+    """Writes `<root>/step-<step>` whole and durable, then removes all but the newest `keep` up to this step. An older
     checkpoint of the same step is replaced.
 
     Raises CheckpointError: the disk is full or fails; what was written of it is removed, the others are untouched.
     """
 
     def fill(directory: Path) -> None:
-        _save_model(directory / MODEL_DIR, model, tokenizer, model_tensors)
+        _save_model(directory / MODEL_DIR, model, tokenizer)
         tensors = {name: tensor.detach().contiguous() for name, tensor in optimizer_tensors.items()}
         safetensors.torch.save_file(tensors, directory / OPTIMIZER_FILE)
 
-    needed_bytes = _model_bytes(model, model_tensors) + _num_bytes(optimizer_tensors.values())
+    needed_bytes = _model_bytes(model) + _num_bytes(optimizer_tensors.values())
     return write_checkpoint_directory(root, state, fill, needed_bytes=needed_bytes, keep=keep)
 
 
@@ -133,7 +129,7 @@ def write_checkpoint_directory(
     return path
 
 
-def export_model(directory: Path, *, model: Any, tokenizer: Any | None, model_tensors: Any | None = None) -> None:
+def export_model(directory: Path, *, model: Any, tokenizer: Any | None) -> None:
     """Writes a model that `from_pretrained` loads, replacing what is in `directory` at once.
 
     Raises CheckpointError: the disk is full or fails; `directory` is as it was.
@@ -141,8 +137,8 @@ def export_model(directory: Path, *, model: Any, tokenizer: Any | None, model_te
     with _failure(f"model to {directory}"):
         write_directory(
             directory,
-            lambda aside: _save_model(aside, model, tokenizer, model_tensors),
-            needed_bytes=_model_bytes(model, model_tensors),
+            lambda aside: _save_model(aside, model, tokenizer),
+            needed_bytes=_model_bytes(model),
         )
 
 
@@ -206,9 +202,9 @@ def _failure(what: str) -> Iterator[None]:
         ) from error
 
 
-def _save_model(directory: Path, model: Any, tokenizer: Any | None, tensors: dict[str, Any] | None) -> None:
+def _save_model(directory: Path, model: Any, tokenizer: Any | None) -> None:
     with quiet_transformers():
-        model.save_pretrained(directory, state_dict=tensors)
+        model.save_pretrained(directory)
         if tokenizer is not None:
             tokenizer.save_pretrained(directory)
 
@@ -224,7 +220,6 @@ def _write_state(directory: Path, state: TrainState) -> None:
         "step": state.step,
         "position": state.position,
         "config_hash": state.config_hash,
-        "schedule": dict(state.schedule),
         "rng": [entry.to_json() for entry in state.rng],
         "files": files,
     }
@@ -251,7 +246,6 @@ def _verified_state(path: Path, *, read_all: bool) -> TrainState:
             step=int(content["step"]),
             position=int(content["position"]),
             config_hash=str(content["config_hash"]),
-            schedule=dict(content["schedule"]),
             rng=tuple(RngState.from_json(entry) for entry in content["rng"]),
         )
     except FileNotFoundError as error:
@@ -312,9 +306,9 @@ def _sha256(file: Path) -> str:
     return digest.hexdigest()
 
 
-def _model_bytes(model: Any, tensors: Mapping[str, Any] | None) -> int:
+def _model_bytes(model: Any) -> int:
     # Tied parameters are written once, and `parameters` names them once.
-    return _num_bytes(tensors.values() if tensors is not None else [*model.parameters(), *model.buffers()])
+    return _num_bytes([*model.parameters(), *model.buffers()])
 
 
 def _num_bytes(tensors: Iterable[torch.Tensor]) -> int:

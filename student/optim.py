@@ -1,4 +1,4 @@
-"""AdamW, the learning rate as a function of the step, and gradient clipping.
+"""AdamW, and the learning rate as a function of the step.
 
 Nothing here counts steps: the trainer says which update it makes, so that a resumed run can't be off by one. The
 optimizer's whole state is a flat map of tensors by parameter name, which a checkpoint stores without pickling.
@@ -7,7 +7,7 @@ optimizer's whole state is a flat map of tensors by parameter name, which a chec
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -149,17 +149,3 @@ class StudentOptimizer:
                 what: tensor.clone() if what == "step" else tensor.to(parameter.device, copy=True)
                 for what, tensor in state.items()
             }
-
-
-def clip_gradients(parameters: Iterable[nn.Parameter], *, max_norm: float | None) -> torch.Tensor:
-    """Scales all gradients down to a joint 2-norm of at most `max_norm`; None only measures.
-
-    Returns the norm before clipping, a scalar on the gradients' device: nothing waits for it. Where it is not finite
-    no gradient is usable: the caller must not take the step.
-    """
-    with_grad = [parameter for parameter in parameters if parameter.grad is not None]
-    gradients = [parameter.grad for parameter in with_grad if parameter.grad is not None]
-    norm = torch.nn.utils.get_total_norm(gradients)
-    if max_norm is not None:
-        torch.nn.utils.clip_grads_with_norm_(with_grad, max_norm, norm)
-    return norm

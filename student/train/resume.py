@@ -64,8 +64,8 @@ CURVE_SETTINGS = (
 )
 #: Their product with the number of ranks is one of them; on as many ranks each of the two is.
 CUT_SETTINGS = ("batch_size", "grad_accum")
-#: With --deterministic they are part of the curve too: each changes the order of some sum.
-EXACT_SETTINGS = ("deterministic", "threads", "workspace_bytes", "device")
+#: With --deterministic they are part of the curve too, as is the number of ranks: each changes the order of some sum.
+EXACT_SETTINGS = ("deterministic", "threads", "workspace_bytes", "device", "fsdp", "vocab_parallel")
 
 
 @dataclass(kw_only=True)
@@ -335,11 +335,16 @@ def _changed_settings(config: TrainConfig, files: RunFiles, ranks: Ranks) -> lis
     if before.get("deterministic"):
         now |= {name: getattr(config, name) for name in EXACT_SETTINGS}
     num_ranks = _count(before, "ranks")
+    is_cut_anew = num_ranks != ranks.world_size
     cut = {name: getattr(config, name) for name in CUT_SETTINGS}
-    if num_ranks == ranks.world_size:
+    if not is_cut_anew:
         now |= cut
     changed = [f"--{k.replace('_', '-')} was {before[k]}, now {v}" for k, v in now.items() if before.get(k, v) != v]
-    if num_ranks != ranks.world_size and all(name in before for name in CUT_SETTINGS):
+    if is_cut_anew and before.get("deterministic"):
+        changed.append(
+            f"the ranks were {num_ranks}, now {ranks.world_size}, and a --deterministic run goes on on as many only"
+        )
+    if is_cut_anew and all(name in before for name in CUT_SETTINGS):
         was = math.prod(_count(before, name) for name in CUT_SETTINGS) * num_ranks
         is_now = math.prod(cut.values()) * ranks.world_size
         if was != is_now:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ring.core.errors import ConfigError
@@ -42,7 +42,6 @@ class Saver:
             step=now.step,
             position=now.position,
             config_hash=self.fixed,
-            schedule=asdict(parts.schedule),
             rng=tuple(RngState.from_json(entry) for entry in generators),
         )
         if ranks.has_groups:

@@ -32,7 +32,7 @@ def write_two(root: Path, writer: BackgroundWriter) -> list[weakref.ref[torch.Te
     CheckpointParts.staged = watched  # type: ignore[method-assign]
     live: Any = CheckpointParts({"model/weight": torch.zeros(NUM_VALUES)}, transformers.LlamaConfig(), None, None)
     for step in (1, 2):
-        state = TrainState(step=step, position=step, config_hash="", schedule={}, rng=())
+        state = TrainState(step=step, position=step, config_hash="", rng=())
         writer.write(root, state, parts=live, keep=2)
     writer.finish()
     return copies

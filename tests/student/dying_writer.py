@@ -36,7 +36,7 @@ LIMITS_BYTES = (0, 1, 100, 3000, 20_000, 60_000, 100_000)
 
 
 def write(root: Path, step: int, *, seed: int) -> None:
-    state = TrainState(step=step, position=10 * step, config_hash="c", schedule={}, rng=(capture_rng(),))
+    state = TrainState(step=step, position=10 * step, config_hash="c", rng=(capture_rng(),))
     tensors = {"exp_avg.x": torch.full((3,), float(seed))}
     write_checkpoint(root, state, model=tiny_model(seed=seed), optimizer_tensors=tensors, keep=2)
 

@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 from ring.core.errors import ConfigError
-from student.optim import SCHEDULE_KINDS, AdamWSettings, Schedule, StudentOptimizer, clip_gradients
+from student.optim import SCHEDULE_KINDS, AdamWSettings, Schedule, StudentOptimizer
+from student.parallel.ranks import Ranks
+from student.parallel.shares import Shares
 
 
 class TwoParts(nn.Module):
@@ -140,12 +142,17 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing() -> None:
 # --- clipping ------------------------------------------------------------------------------------
 
 
+def clip(module: TwoParts, *, max_norm: float | None) -> float:
+    """As the trainer clips."""
+    return Shares(module, Ranks.alone(torch.device("cpu"))).clip(max_norm=max_norm)
+
+
 def test_clipping_bounds_the_joint_norm_and_reports_it_unclipped() -> None:
     module = TwoParts()
     module.matrix.grad = torch.full((3, 2), 3.0)
     module.vector.grad = torch.full((2,), -3.0)
-    norm = clip_gradients(module.parameters(), max_norm=1.5)
-    assert float(norm) == pytest.approx(3.0 * math.sqrt(8))
+    norm = clip(module, max_norm=1.5)
+    assert norm == pytest.approx(3.0 * math.sqrt(8))
     clipped = torch.cat([module.matrix.grad.flatten(), module.vector.grad])
     assert float(clipped.norm()) == pytest.approx(1.5, rel=1e-5)
 
@@ -156,7 +163,7 @@ def test_small_gradients_and_no_limit_change_nothing() -> None:
         module.set_gradients(2)
         assert module.matrix.grad is not None
         before = module.matrix.grad.clone()
-        clip_gradients(module.parameters(), max_norm=max_norm)
+        clip(module, max_norm=max_norm)
         assert torch.equal(module.matrix.grad, before)
 
 
@@ -165,4 +172,4 @@ def test_a_gradient_that_is_not_finite_shows_in_the_norm() -> None:
     module.set_gradients(2)
     assert module.matrix.grad is not None
     module.matrix.grad[1, 1] = math.nan
-    assert not math.isfinite(float(clip_gradients(module.parameters(), max_norm=1.0)))
+    assert not math.isfinite(clip(module, max_norm=1.0))
