@@ -24,7 +24,15 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 
+from bench.bench_core import CoreBenchConfig
+from bench.bench_kd_loss import LossBenchConfig
+from bench.bench_pipeline import PipelineConfig
+from bench.bench_ranks import RanksBenchConfig
+from bench.bench_report import ReportConfig
+from bench.bench_transport import TransportConfig
+from bench.doctor import DoctorConfig
 from examples.demo.__main__ import DemoConfig
+from examples.demo_cluster import ClusterConfig
 from planner.settings import PlanSettings
 from ring.command import parse
 from ring.core.errors import ConfigError
@@ -40,42 +48,27 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 README, OPERATIONS, GLOSSARY = ROOT / "README.md", DOCS / "operations.md", DOCS / "glossary.md"
 PAGES = (README, ROOT / "CHANGELOG.md", *sorted(DOCS.rglob("*.md")))
-#: Pages that speak of no commands but these: every flag that they name must be a flag of one.
-USER_PAGES = (README, OPERATIONS, DOCS / "architecture.md", DOCS / "cost-models.md", GLOSSARY)
-COMMANDS: dict[str, tuple[str, Any]] = {
-    "teacher.serve": ("Flags of teacher.serve", ServeConfig),
-    "student.train": ("Flags of student.train", TrainConfig),
-    "examples.demo": ("Flags of the demo", DemoConfig),
-    "planner": ("Flags of planner", PlanSettings),
+#: Pages for users: every flag that they name must be a flag of one of these commands, or of those whose --help is all.
+USER_PAGES = (README, *sorted(set(DOCS.glob("*.md")) - {DOCS / "lab-log.md"}))
+#: By name: the page and the heading under which its flags are.
+COMMANDS: dict[str, tuple[Path, str, Any]] = {
+    "teacher.serve": (OPERATIONS, "Flags of teacher.serve", ServeConfig),
+    "student.train": (OPERATIONS, "Flags of student.train", TrainConfig),
+    "examples.demo": (OPERATIONS, "Flags of the demo", DemoConfig),
+    "examples.demo_cluster": (OPERATIONS, "Flags of demo-cluster", ClusterConfig),
+    "planner": (OPERATIONS, "Flags of planner", PlanSettings),
+    "disaggkd doctor": (OPERATIONS, "Flags of disaggkd doctor", DoctorConfig),
+    "bench report": (DOCS / "report.md", "Your own models, and GPUs", ReportConfig),
 }
-#: What every command has from the parser.
-COMMON_FLAGS = {"--config", "--help", "--print_config"}
+BENCHES = (TransportConfig, PipelineConfig, LossBenchConfig, CoreBenchConfig, RanksBenchConfig)
+#: What every command has from the parser, `disaggkd` and `disaggkd keys` have, and other projects' commands have.
+COMMON_FLAGS = {"--config", "--help", "--print_config", "--version", "--only"}
 TORCHRUN_FLAGS = {"--nproc-per-node", "--nnodes", "--rdzv-endpoint", "--max-restarts"}
+PYTEST_FLAGS = {"--benchmark-autosave", "--benchmark-compare"}
 PACKAGES = ("ring", "transport", "teacher", "student", "planner", "bench", "examples")
 DESIGN_WORDS = (
-    "slot",
-    "lease",
-    "request",
-    "seq",
-    "attempt",
-    "epoch",
-    "fill",
-    "completion",
-    "depth",
-    "in flight",
-    "stall",
-    "position",
-    "acked",
-    "spare",
-    "window",
-    "shard",
-    "tile",
-    "row",
-    "head",
-    "replica",
-    "rank",
-    "world size",
-    "wire dtype",
+    "slot, lease, request, seq, attempt, epoch, fill, completion, depth, in flight, stall, "
+    "position, acked, spare, window, shard, tile, row, head, replica, rank, world size, wire dtype"
 )
 
 PageIds = [page.relative_to(ROOT).as_posix() for page in PAGES]
@@ -141,34 +134,35 @@ def shown_default(value: object) -> str:
 
 @every_command
 def test_every_flag_has_a_row_and_every_row_a_flag(command: str) -> None:
-    title, config_type = COMMANDS[command]
-    assert_same(set(table(OPERATIONS, title)), set(flags_of(config_type)), f"docs/operations.md, '{title}'")
+    page, title, config_type = COMMANDS[command]
+    assert_same(set(table(page, title)), set(flags_of(config_type)), f"docs/{page.name}, '{title}'")
 
 
 @every_command
 def test_documented_defaults_are_the_defaults(command: str) -> None:
-    title, config_type = COMMANDS[command]
-    rows = table(OPERATIONS, title)
+    page, title, config_type = COMMANDS[command]
+    rows = table(page, title)
     for flag, field in flags_of(config_type).items():
         found, wanted = rows[flag][1], shown_default(field.default)
-        assert found == wanted, f"docs/operations.md, '{title}': {flag} defaults to {wanted}, the page says {found}"
+        assert found == wanted, f"docs/{page.name}, '{title}': {flag} defaults to {wanted}, the page says {found}"
 
 
 @every_command
 def test_every_choice_of_a_flag_is_named_in_its_row(command: str) -> None:
-    title, config_type = COMMANDS[command]
-    rows, hints = table(OPERATIONS, title), get_type_hints(config_type)
+    page, title, config_type = COMMANDS[command]
+    rows, hints = table(page, title), get_type_hints(config_type)
     for flag, field in flags_of(config_type).items():
         for choice in get_args(hints[field.name]) if get_origin(hints[field.name]) is Literal else ():
-            assert f"`{choice}`" in rows[flag][2], f"docs/operations.md, '{title}': {flag} may be `{choice}`; say so"
+            assert f"`{choice}`" in rows[flag][2], f"docs/{page.name}, '{title}': {flag} may be `{choice}`; say so"
 
 
 def test_no_page_names_a_flag_that_does_not_exist() -> None:
-    known = COMMON_FLAGS.union(TORCHRUN_FLAGS, *(flags_of(config_type) for _, config_type in COMMANDS.values()))
+    configs = [*BENCHES, *(config_type for _, _, config_type in COMMANDS.values())]
+    known = COMMON_FLAGS.union(TORCHRUN_FLAGS, PYTEST_FLAGS, *map(flags_of, configs))
     for page in USER_PAGES:
         named = set(re.findall(r"(?<![\w-])--[a-zA-Z][\w-]*", page.read_text()))
         unknown = sorted(named - known)
-        assert not unknown, f"{page.name} names {', '.join(unknown)}: no such flag of {', '.join(COMMANDS)}"
+        assert not unknown, f"{page.name} names {', '.join(unknown)}: no such flag of {', '.join(COMMANDS)} or a bench"
 
 
 # ---- what a run writes -----------------------------------------------------------------------------------------------
@@ -326,7 +320,7 @@ def test_every_shown_command_line_is_accepted(page: Path, tmp_path: Path, monkey
         if words[:2] == ["python", "-m"]:
             assert words[2] in COMMANDS, f"{page.name} shows python -m {words[2]}: no such command"
             try:
-                config = parse(COMMANDS[words[2]][1], words[3:], prog=words[2], description="")
+                config = parse(COMMANDS[words[2]][2], words[3:], prog=words[2], description="")
             except ConfigError as error:
                 pytest.fail(f"{page.name} shows `{shlex.join(words)}`, which is refused: {error}", pytrace=False)
             assert "run.yaml" not in words or config.batch_size == 8
@@ -370,7 +364,7 @@ def test_glossary_is_sorted_and_says_each_word_once() -> None:
 
 
 def test_glossary_has_the_words_of_the_design() -> None:
-    missing = [word for word in DESIGN_WORDS if word not in glossary_words()]
+    missing = [word for word in DESIGN_WORDS.split(", ") if word not in glossary_words()]
     assert not missing, f"docs/glossary.md: add a line for {', '.join(missing)}"
 
 
