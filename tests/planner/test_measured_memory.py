@@ -155,20 +155,21 @@ def predicted(shape: Shape, layout: Layout, loss: Loss) -> DeviceMemory:
     )
 
 
-def measured(shape: Shape, layout: Layout, loss: Loss, scratch: Path) -> int:
-    """Bytes at the peak beyond what was there after the imports."""
+def common_settings(scratch: Path) -> dict[str, Any]:
+    return {"cache_dir": str(scratch / "cache"), "threads": 1, "device": "cpu", "from_config": True}
+
+
+def measured_settings(shape: Shape, layout: Layout, loss: Loss, scratch: Path) -> dict[str, Any]:
+    """Of the run that counts, but for its teacher; its student and data are written."""
     write_model(scratch / "student", config_of(shape, shape.student), weights=False)
-    write_model(scratch / "teacher", config_of(shape, shape.teacher), weights=True)
     write_data(scratch / "data.jsonl", shape)
-    tokens = shape.batch_size * shape.tokens
-    common = {"cache_dir": str(scratch / "cache"), "threads": 1, "device": "cpu", "from_config": True}
-    run = common | {
+    return common_settings(scratch) | {
         "student": str(scratch / "student"),
         "data": [str(scratch / "data.jsonl")],
         "layout": layout,
         "loss": loss,
         "max_length": shape.tokens,
-        "max_batch_tokens": tokens,
+        "max_batch_tokens": shape.batch_size * shape.tokens,
         "batch_size": shape.batch_size,
         "grad_accum": shape.grad_accum,
         "precision": shape.precision,
@@ -178,12 +179,16 @@ def measured(shape: Shape, layout: Layout, loss: Loss, scratch: Path) -> int:
         "steps": NUM_STEPS,
         "out": str(scratch / "run"),
     }
+
+
+def warm_up_settings(shape: Shape, scratch: Path) -> dict[str, Any]:
+    """Of a tiny run on labels alone; its student and data are written."""
     small = Shape(
         family=shape.family, student=(64, 1, 64), teacher=(64, 1, 64), vocab_size=256, batch_size=1, tokens=16
     )
     write_model(scratch / "small", config_of(small, small.student), weights=False)
     write_data(scratch / "small.jsonl", small)
-    warm_up = common | {
+    return common_settings(scratch) | {
         "student": str(scratch / "small"),
         "data": [str(scratch / "small.jsonl")],
         "kd_weight": 0.0,
@@ -193,17 +198,23 @@ def measured(shape: Shape, layout: Layout, loss: Loss, scratch: Path) -> int:
         "steps": 1,
         "out": str(scratch / "warm-up"),
     }
+
+
+def measured(shape: Shape, layout: Layout, loss: Loss, scratch: Path) -> int:
+    """Bytes at the peak beyond what was there after the imports."""
+    run = measured_settings(shape, layout, loss, scratch)
+    write_model(scratch / "teacher", config_of(shape, shape.teacher), weights=True)
     with ExitStack() as stack:
         if layout == "disagg":
             arguments = ["--model", str(scratch / "teacher"), "--listen", "tcp://127.0.0.1:*", "--threads", "1"]
-            arguments += ["--max-batch-tokens", str(tokens)]
+            arguments += ["--max-batch-tokens", str(run["max_batch_tokens"])]
             teacher = stack.enter_context(
                 teacher_process("teacher.serve", arguments, cpu=choose_cores().teacher, log=scratch / "teacher.log")
             )
             run["teacher"] = [teacher.endpoint]
         else:
             run["teacher"] = [str(scratch / "teacher")]
-        request = {"warm_up": warm_up, "run": run, "verbose": False}
+        request = {"warm_up": warm_up_settings(shape, scratch), "run": run, "verbose": False}
         # Fresh pages for every buffer, given back when it is freed: what is resident is what is used.
         environment = os.environ | ONE_THREAD | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
         done = subprocess.run(

@@ -1,13 +1,14 @@
 """A step's time from measured stage times, against the measured pipeline: real service, ring and transport.
 
 The stages sleep for far longer than anything else here takes, so that the figure is the pipeline's and not the
-machine's; and the quietest of a few rounds counts.
+machine's; and of a few rounds, all of which are made, the median counts.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from statistics import median
 
 import pytest
 
@@ -56,7 +57,7 @@ def test_step_time_from_stage_times_is_that_of_the_pipeline(
     teacher: TeacherProcess, student_s: float, depth: int, bottleneck: str
 ) -> None:
     config = PipelineConfig(rows=ROWS, hidden_size=HIDDEN, vocab_size=VOCABULARY, depth=depth)
-    best = float("inf")
+    off: list[float] = []
     with connected_ring(config, teacher) as teachers:
         feeder = Feeder(teachers.ring, requests_of(ROWS, VOCABULARY, num=4), depth=depth)
         for _ in range(NUM_ROUNDS):
@@ -67,7 +68,5 @@ def test_step_time_from_stage_times_is_that_of_the_pipeline(
             )
             predicted = pace(stages)
             assert predicted.bottleneck == bottleneck
-            best = min(best, abs(times.step.wall_s / predicted.step_s - 1))
-            if best <= TOLERANCE_FRAC:
-                break
-    assert best <= TOLERANCE_FRAC
+            off.append(times.step.wall_s / predicted.step_s - 1)
+    assert abs(median(off)) <= TOLERANCE_FRAC, off

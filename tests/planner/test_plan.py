@@ -118,7 +118,7 @@ def test_models_of_different_vocabularies_are_warned_about() -> None:
     assert verdict_of(plan_for("Qwen3-235B-A22B", "Qwen3-32B")).warnings == ()
 
 
-@pytest.mark.parametrize("changes", [{}, {"vocab_parallel": 8}, {"counted_frac": 0.3}], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"vocab_parallel": 8}, {"checkpointing": False}], ids=str)
 @pytest.mark.parametrize("pair", [("Qwen3.5-35B-A3B", "Qwen3.5-9B"), ("Qwen3-32B", "Qwen3-1.7B")], ids="->".join)
 def test_a_plan_of_the_frontier_fits_and_of_what_lies_beyond_it_none_does(
     pair: tuple[str, str], changes: dict[str, Any]
@@ -126,22 +126,22 @@ def test_a_plan_of_the_frontier_fits_and_of_what_lies_beyond_it_none_does(
     question = question_of(PlanSettings(teacher=pair[0], student=pair[1], **changes))
     for frontier in frontier_of(question):
         kind = (frontier.layout, frontier.loss)
-        assert frontier.tokens is not None
+        most = frontier.tokens or 0
         # Far beyond as well: the loss may work in another mode there.
-        for tokens in (frontier.tokens, frontier.tokens + 1, *(frontier.tokens * part // 16 for part in range(17, 49))):
-            settings = replace(question.settings, tokens_per_gpu=tokens)
-            assert fits(question_of(settings), *kind) is (tokens == frontier.tokens)
+        for tokens in (most, most + 1, *(most * part // 16 for part in range(17, 49))):
+            settings = replace(question.settings, tokens_per_gpu=max(tokens, 1))
+            assert fits(question_of(settings), *kind) is (tokens == most > 0)
         for found, shape, name in (
             (frontier.student_params, question.student, "student"),
             (frontier.teacher_params, question.teacher, "teacher"),
         ):
             if name == "teacher" and frontier.teacher_is_open:
                 continue
-            assert found is not None
-            layers = next(n for n in range(1, 2000) if shape.with_layers(n).num_params == found)
-            for more in range(5):
-                model: Any = {name: shape.with_layers(layers + more)}
-                assert fits(replace(question, **model), *kind) is (more == 0)
+            params = [0, *(shape.with_layers(layers).num_params for layers in range(1, 2000))]
+            most = params.index(found or 0)
+            for layers in range(max(most, 1), most + 5):
+                model: Any = {name: shape.with_layers(layers)}
+                assert fits(replace(question, **model), *kind) is (layers == most)
 
 
 def fits(question: Question, layout: Layout, loss: Loss) -> bool:
