@@ -1,7 +1,8 @@
-"""`python -m tests.ranks.steps FILE`: one rank of a world that takes a few training steps in every way that fits it.
+"""`python -m tests.ranks.steps WHAT FILE`: one rank of a world that takes training steps in every way that fits it.
 
 No ring and no files of data: a teacher's state is a row of a table, by token, so that it is the same however rows are
-cut into microbatches and ranks. Rank 0 writes what came of each way to FILE, as tensors by `<way>/<what>`.
+cut into microbatches and ranks. WHAT is a family of models, or `briefly`. Rank 0 writes what came of each way to FILE,
+as tensors by `<way>/<what>`.
 
 Of float64 all is float64 here. Models cast parts of themselves to float32 whatever their weights are (Gemma's and
 Qwen3.5's norms, the routing of experts, the delta rule), and what is cast has its gradient summed over rows in float32:
@@ -45,6 +46,8 @@ OPTIMIZER = AdamWSettings(weight_decay=0.01)
 FAMILIES = ("qwen3", "llama", "gemma3", "qwen3_5_moe")
 #: Taken in every world, by the first and the last accumulation: heads that are tied, and experts.
 BRIEFLY = ("qwen3", "qwen3_5_moe")
+#: By the first and the last accumulation only.
+SLOW = ("qwen3_5_moe",)
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
 
 
@@ -70,16 +73,17 @@ class Way:
         return f"{self.family}-{self.dtype}-world{self.world}-batch{self.batch}{marks}"
 
 
-def ways(world: int, *, thorough: bool) -> Iterator[Way]:
-    """thorough: families, dtypes, accumulation, FSDP and vocabulary groups, each with each."""
+def ways(world: int, *, family: str | None) -> Iterator[Way]:
+    """Of a family: dtypes, accumulation, FSDP and vocabulary groups, each with each. None: a few ways of some."""
     vocabs = [size for size in (1, 2, 3, 4) if world % size == 0]
     batches = [batch for batch in (12, 6, 4, 3, 1) if SEQUENCES_A_STEP % (batch * world) == 0]
-    every = itertools.product(FAMILIES, DTYPES, (False, True), vocabs, batches)
-    for family, dtype, fsdp, vocab, batch in every:
-        way = Way(family=family, dtype=dtype, world=world, fsdp=fsdp, vocab=vocab, batch=batch)
-        if thorough or (dtype == "fp64" and family in BRIEFLY and batch in (batches[0], batches[-1])):
-            yield way
-    yield Way(family="llama", dtype="fp64", world=world, fsdp=True, batch=batches[0], checkpointing=True)
+    ends = (batches[0], batches[-1])
+    families, dtypes = (BRIEFLY, ("fp64",)) if family is None else ((family,), tuple(DTYPES))
+    for chosen, dtype, fsdp, vocab, batch in itertools.product(families, dtypes, (False, True), vocabs, batches):
+        if batch in ends or not (family is None or chosen in SLOW):
+            yield Way(family=chosen, dtype=dtype, world=world, fsdp=fsdp, vocab=vocab, batch=batch)
+    if family in (None, "llama"):
+        yield Way(family="llama", dtype="fp64", world=world, fsdp=True, batch=batches[0], checkpointing=True)
 
 
 class Float64Stays(TorchFunctionMode):
@@ -230,10 +234,10 @@ def main() -> None:
     torch.set_num_threads(1)
     launch = launched()
     assert launch is not None
-    thorough, out = sys.argv[1] == "thorough", sys.argv[2]
+    family, out = None if sys.argv[1] == "briefly" else sys.argv[1], sys.argv[2]
     found: dict[str, Tensor] = {}
     worlds: dict[int, Ranks] = {}
-    for way in ways(launch.world_size, thorough=thorough):
+    for way in ways(launch.world_size, family=family):
         if way.vocab not in worlds:
             worlds[way.vocab] = Ranks(
                 launch, device=torch.device("cpu"), timeout_s=120, vocab_parallel=way.vocab, wants_groups=True

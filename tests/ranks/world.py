@@ -80,9 +80,9 @@ def variables_of(rank: int, size: int, port: str, *, restarts: int = 0, run_id: 
     }
 
 
-def run_steps(size: int, *, thorough: bool, out: Path, cwd: Path) -> list[Command]:
-    """`tests.ranks.steps` on so many ranks."""
-    return run_ranks("tests.ranks.steps", "thorough" if thorough else "brief", out, size=size, cwd=cwd)
+def run_steps(size: int, *, family: str | None, out: Path, cwd: Path) -> list[Command]:
+    """`tests.ranks.steps` on so many ranks, in every way of a family, or briefly."""
+    return run_ranks("tests.ranks.steps", family or "briefly", out, size=size, cwd=cwd)
 
 
 def run_ranks(module: str, *arguments: object, size: int, cwd: Path) -> list[Command]:
