@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -179,9 +180,7 @@ def _any_scenario(seed: int, rng: Random) -> Scenario:
     revives = whole_doom and rng.random() < 0.5
     depth, max_batch_tokens = rng.choice((1, 2, 3, 4, 6)), rng.choice((40, 80, 160))
     copy_s, max_delay_s = rng.choice((0.001, 0.05, 0.3)), rng.choice((0.002, 0.02, 0.2))
-    # What one replica needs for all that the students can have asked it, and for one answer more.
-    slowest_s = max(plan.seconds_per_token for plan in replicas)
-    burst_s = (depth * num_students + 1) * (MAX_TOKENS * slowest_s + 1.5 * copy_s + 0.02) + 8 * max_delay_s
+    burst_s = _burst_s(replicas, num_askers=num_students, depth=depth, copy_s=copy_s, max_delay_s=max_delay_s)
     return Scenario(
         seed=seed,
         microbatches=microbatches,
@@ -210,16 +209,37 @@ def _any_scenario(seed: int, rng: Random) -> Scenario:
     )
 
 
+def _burst_s(
+    replicas: Sequence[ReplicaPlan], *, num_askers: int, depth: int, copy_s: float, max_delay_s: float
+) -> float:
+    """What one replica needs for all that the students can have asked it, and for one answer more."""
+    answer_s = MAX_TOKENS * max(plan.seconds_per_token for plan in replicas) + 1.5 * copy_s + 0.02
+    return (depth * num_askers + 1) * answer_s + 8 * max_delay_s
+
+
+def _within_deadlines(what: Scenario) -> Scenario:
+    """Its replicas may be slower than those that the deadline was made for."""
+    burst_s = _burst_s(
+        what.replicas,
+        num_askers=what.num_students,
+        depth=what.depth,
+        copy_s=what.copy_s,
+        max_delay_s=what.max_delay_s,
+    )
+    return dataclasses.replace(what, request_timeout_s=max(what.request_timeout_s, burst_s))
+
+
 def _stopped_with_few_spares(what: Scenario, rng: Random) -> Scenario:
     """Replicas that stop while they may write shared memory: all slots may end in quarantine."""
     num_replicas = rng.randint(2, 3)
-    return _doomed_for_good(
+    stopped = _doomed_for_good(
         what,
         FaultKind.STOP_REPLICA,
         num_doomed=num_replicas - 1,
         replicas=tuple(_replica(rng, i, Style.SHM, False) for i in range(num_replicas)),
         num_spares=rng.choice((0, 0, 1)),
     )
+    return _within_deadlines(stopped)
 
 
 def _one_honest_replica(what: Scenario, rng: Random) -> Scenario:
@@ -261,7 +281,7 @@ def _refusals_again(what: Scenario, rng: Random) -> Scenario:
 
     faults = [fault(FaultKind.FAILING_REPLICA, rng.uniform(0.1, 2.0)) for _ in range(30)]
     faults += [fault(FaultKind.FLAKY_LINK, rng.uniform(5.0, 20.0)) for _ in range(6)]
-    return dataclasses.replace(
+    refusing = dataclasses.replace(
         what,
         replicas=(replica,),
         faults=tuple(sorted(faults, key=lambda fault: fault.at_s)),
@@ -272,6 +292,7 @@ def _refusals_again(what: Scenario, rng: Random) -> Scenario:
         teacher_timeout_s=300.0,
         max_delay_s=0.1,
     )
+    return _within_deadlines(refusing)
 
 
 def _slow_writes(what: Scenario, rng: Random) -> Scenario:
