@@ -13,7 +13,7 @@ Shapes: N rows, H hidden of both models, V vocabulary.
 from __future__ import annotations
 
 import multiprocessing
-import socket
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -67,15 +67,17 @@ class Work:
 def measure(work: Work) -> dict[str, list[Times]]:
     """Of each way, a value a round."""
     found: Any = multiprocessing.get_context("spawn").SimpleQueue()
-    spawn(_rank, (work, _free_port(), found), nprocs=work.ranks)  # type: ignore[no-untyped-call]
+    # They meet at a file: a port that was free a moment ago may be somebody else's when the first rank listens.
+    with tempfile.TemporaryDirectory(prefix="disaggkd-ranks-") as directory:
+        spawn(_rank, (work, directory, found), nprocs=work.ranks)  # type: ignore[no-untyped-call]
     times: dict[str, list[Times]] = found.get()
     return times
 
 
-def _rank(rank: int, work: Work, port: int, found: Any) -> None:
+def _rank(rank: int, work: Work, directory: str, found: Any) -> None:
     torch.set_num_threads(1)
     patience = timedelta(seconds=TIMEOUT_S)
-    address = f"tcp://127.0.0.1:{port}"
+    address = f"file://{directory}/store"
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=work.ranks, timeout=patience)
     launch = Launch(rank=rank, world_size=work.ranks, local_rank=rank, restarts=0)
     ranks = Ranks(launch, device=torch.device("cpu"), timeout_s=TIMEOUT_S, wants_groups=True)
@@ -200,9 +202,3 @@ def _model() -> Any:
 
 def _normal(seed: int, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -96,10 +96,18 @@ def test_a_lease_that_outlives_its_ring_can_be_released_and_not_read(model: Teac
 
 def test_a_ring_can_be_closed_twice_and_while_fills_are_on_their_way(model: TeacherModel) -> None:
     with Teacher(model) as asked, open_ring(model, asked) as ring:
+        asked.hold_passes()
         for seq in range(3):
             ring.submit(seq, request_of(seq))
+        wait_until(lambda: asked.service.stats().queued == 3, "three requests")
         ring.close()
         ring.close()
+        assert not ring._pump._thread.is_alive()
+        asked.allow_passes()
+        wait_until(lambda: asked.service.stats().students == 0, "the teacher to let the student go")
+        assert asked.service.stats().queued == 0
+        with open_ring(model, asked) as next_ring:
+            consume(next_ring, model, range(3))
 
 
 def test_the_ring_says_what_is_allowed_before_it_is_open(model: TeacherModel) -> None:
