@@ -27,6 +27,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] != "all":
         return dispatch(PROG, BENCHES | REPORT | ALL, arguments)
+    if arguments[1:] in (["--help"], ["-h"]):
+        print(f"usage: {PROG} all    (no flags: it runs these in turn, each at its defaults)")
+        print("\n".join(f"  {name:<9}  {entry.about}" for name, entry in BENCHES.items()))
+        return 0
     if len(arguments) > 1:
         print(
             f"{PROG}: error: all takes no flags, found {' '.join(arguments[1:])}; allowed: flags with one bench",

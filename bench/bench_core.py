@@ -168,7 +168,7 @@ def plot(costs: Costs, sizes: Sequence[int], path: Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ConfigError("--plot needs matplotlib; pip install 'disaggkd[report]'") from error
+        raise ConfigError("--plot needs matplotlib; pip install -e '.[report]' in a clone of DisaggKD") from error
     figure = Figure(figsize=(7, 3.6), layout="constrained")
     axes = figure.subplots()
     for way, color in zip(WAYS, ("#2a6f97", "#c1666b", "#7a9e7e"), strict=True):

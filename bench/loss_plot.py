@@ -18,7 +18,7 @@ def plot(bars: Sequence[tuple[str, float, float]], *, title: str, path: Path) ->
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ConfigError("--plot needs matplotlib; pip install 'disaggkd[report]'") from error
+        raise ConfigError("--plot needs matplotlib; pip install -e '.[report]' in a clone of DisaggKD") from error
     figure = Figure(figsize=(9, 0.42 * len(bars) + 1.3), layout="constrained")
     time_axes, memory_axes = figure.subplots(1, 2, sharey=True)
     names = [name for name, _, _ in bars]

@@ -16,7 +16,7 @@ def plot(steps: Mapping[str, Sequence[Times]], rings: Mapping[RingCase, Sequence
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ConfigError("--plot needs matplotlib; pip install 'disaggkd[report]'") from error
+        raise ConfigError("--plot needs matplotlib; pip install -e '.[report]' in a clone of DisaggKD") from error
     figure = Figure(figsize=(12, 4.2), layout="constrained")
     step_axes, cpu_axes, pace_axes = figure.subplots(1, 3)
 

@@ -29,7 +29,7 @@ def plot(lines: Sequence[Line], *, path: Path) -> None:
         from matplotlib.colors import to_rgba
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ConfigError("--plot needs matplotlib; pip install 'disaggkd[report]'") from error
+        raise ConfigError("--plot needs matplotlib; pip install -e '.[report]' in a clone of DisaggKD") from error
     figure = Figure(figsize=(11, 5), layout="constrained")
     speed_axes, cpu_axes = figure.subplots(1, 2, width_ratios=(3, 2))
     colors = {line.name: colormaps["tab20"](number % 20) for number, line in enumerate(lines)}

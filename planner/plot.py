@@ -62,7 +62,7 @@ def _draw(answer: Answer, paths: list[Path]) -> None:
         mpl.use("Agg")
         from matplotlib import pyplot as plt
     except ImportError as error:
-        raise PlanError("--sweep needs matplotlib; allowed: pip install 'disaggkd[report]'") from error
+        raise PlanError("--sweep needs matplotlib; pip install -e '.[report]' in a clone of DisaggKD") from error
     question = answer.plan.question
     kind = question.settings.sweep
     figure, axes = plt.subplots(figsize=(8.5, 5.0), layout="constrained")

@@ -23,7 +23,7 @@ from pathlib import Path
 from ring.core.errors import ConfigError
 
 LIBRARY_VARIABLE = "DISAGGKD_LIBUCP"
-INSTALL = "pip install 'disaggkd[ucx]'"
+INSTALL = "pip install -e '.[ucx]' in a clone of DisaggKD"
 API_VERSION = (1, 12)
 OK, IN_PROGRESS, BUSY = 0, 1, -15
 _LAST_ERROR = -100

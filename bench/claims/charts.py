@@ -146,7 +146,7 @@ def _blank(width_in: float, height_in: float) -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ConfigError("the report needs matplotlib; pip install 'disaggkd[report]'") from error
+        raise ConfigError("the report needs matplotlib; pip install -e '.[report]' in a clone of DisaggKD") from error
     import matplotlib as mpl
 
     mpl.rcParams.update(_STYLE)

@@ -59,7 +59,8 @@ def prepared(root: Path) -> tuple[Path, Path]:
     if not teacher.exists():
         if importlib.util.find_spec("gguf") is None:
             raise ConfigError(
-                "reading the teacher needs the package gguf, which is not installed; pip install 'disaggkd[smollm]'"
+                "reading the teacher needs the package gguf, which is not installed; "
+                "pip install -e '.[smollm]' in a clone of DisaggKD"
             )
         root.mkdir(parents=True, exist_ok=True)
         write_teacher(unpacked(downloaded(root), root), teacher)

@@ -22,7 +22,7 @@ def test_without_the_reader_of_its_weights_it_says_what_to_install(
     assert smollm.main([]) == 2
     lines = capsys.readouterr().err.strip().splitlines()
     assert len(lines) == 1
-    assert "pip install 'disaggkd[smollm]'" in lines[0]
+    assert "pip install -e '.[smollm]' in a clone of DisaggKD" in lines[0]
 
 
 def test_bad_flags_are_refused_before_anything_is_downloaded(

@@ -73,9 +73,9 @@ def test_without_the_extra_ucx_says_what_to_install_and_auto_goes_without(monkey
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "libucx" else find_spec(name))
     monkeypatch.setattr(ucx_library, "find_library", lambda name: None)
     assert "ucx" not in registry.offered("auto")
-    with pytest.raises(ConfigError, match=r"pip install 'disaggkd\[ucx\]'"):
+    with pytest.raises(ConfigError, match=r"pip install -e '\.\[ucx\]' in a clone"):
         registry.load("ucx")
-    with pytest.raises(ConfigError, match=r"pip install 'disaggkd\[ucx\]'"):
+    with pytest.raises(ConfigError, match=r"pip install -e '\.\[ucx\]' in a clone"):
         registry.offered("ucx")
 
 

@@ -61,11 +61,11 @@ def test_every_transport_that_can_run_is_measured(capsys: pytest.CaptureFixture[
 def test_what_is_missing_is_said_with_what_to_install(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ucx_library, "missing", lambda: "there is no UCX: pip install 'disaggkd[ucx]'")
+    monkeypatch.setattr(ucx_library, "missing", lambda: "there is no UCX: pip install -e '.[ucx]' in a clone")
     code, found = findings(capsys, "--seconds", "0")
     assert code == 0
     assert found["transport ucx"]["found"] == "can't run"
-    assert "pip install 'disaggkd[ucx]'" in found["transport ucx"]["remedy"]
+    assert "pip install -e '.[ucx]' in a clone" in found["transport ucx"]["remedy"]
 
 
 def test_bad_usage_is_exit_2(capsys: pytest.CaptureFixture[str]) -> None:

@@ -55,4 +55,4 @@ def test_without_extras_everything_imports_and_what_is_missing_is_named() -> Non
     assert refused
     for line in refused:
         name = line.split()[0]
-        assert f"pip install 'disaggkd[{name}]'" in line
+        assert f"pip install -e '.[{name}]' in a clone of DisaggKD" in line
