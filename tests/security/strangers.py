@@ -17,6 +17,7 @@ from collections.abc import Callable
 import zmq
 
 from ring.core import codec
+from ring.core.config import MAX_SLOTS
 from ring.core.messages import (
     Cancel,
     FillId,
@@ -187,7 +188,7 @@ class Stranger:
         context.destroy(linger=0)
 
     def _message(self) -> Message:
-        fill = FillId(self._rng.randrange(-(2**53), 2**53), self._rng.randrange(2**31), self._rng.randrange(65_536))
+        fill = FillId(self._rng.randrange(-(2**53), 2**53), self._rng.randrange(2**31), self._rng.randrange(MAX_SLOTS))
         tokens = TokenRequest(
             token_ids=self._rng.randbytes(4 * 8), doc_lengths=(3, 5), row_ranges=((1, 8),), input_hash=bytes(16)
         )
@@ -204,7 +205,7 @@ class Stranger:
                 "token": bytes(32),
                 "address": bytes(99),
             },
-            num_slots=65_536,
+            num_slots=MAX_SLOTS,
             slot_bytes=2**48,
             wire_dtype=WireDtype.FP64,
             crc=True,

@@ -17,6 +17,7 @@ from zmq.utils import z85
 import ring.lookup
 from ring.auth import Gatekeeper, Keyring
 from ring.control import ZmqLink, ZmqLinks, ZmqPort, longest_request_bytes
+from ring.core.config import MAX_SLOTS
 from ring.core.errors import ConfigError, DisaggKDError, PeerLost
 from ring.core.messages import Goodbye, Ping, Pong, TokenRequest
 from ring.endpoints import mechanism_at
@@ -342,7 +343,7 @@ def test_the_largest_request_that_a_teacher_takes_fits_its_frames() -> None:
         row_ranges=tuple((n, n + 1) for n in range(num_tokens)),
         input_hash=bytes(64),
     )
-    frame = codec.encode(Request(fill=FillId(2**53, 2**31 - 1, 65_535), payload=worst, time_left_s=1e9))
+    frame = codec.encode(Request(fill=FillId(2**53, 2**31 - 1, MAX_SLOTS - 1), payload=worst, time_left_s=1e9))
     assert len(frame) - 2**20 < 16 * num_tokens
     assert longest_request_bytes(num_tokens) >= len(frame)
     assert longest_request_bytes(2**40) == codec.MAX_FRAME_BYTES
