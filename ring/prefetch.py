@@ -266,6 +266,9 @@ class Ring:
             self._pump.changed.wait(min(left_s, IDLE_WORK_POLL_S))
 
     def _raise_failure(self) -> None:
+        machine = self._pump.machine
+        while machine is not None and machine.has_ended and self._pump.failure is None and not self._pump.stopping:
+            self._pump.changed.wait(1.0)  # the pump is about to say why
         if self._pump.failure is not None:
             raise self._pump.failure
         if self._pump.stopping:

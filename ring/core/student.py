@@ -61,6 +61,11 @@ class StudentMachine:
     # ---- the trainer's side --------------------------------------------------------------------------------------
 
     @property
+    def has_ended(self) -> bool:
+        """Lost, or ended by a Fatal: nothing is asked any more."""
+        return self._ended is not None
+
+    @property
     def can_submit(self) -> int:
         """How many more requests `submit` accepts now."""
         return 0 if self._ended else self._config.pending_limit - self._requests.num_pending

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import threading
 from functools import partial
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 import zmq
 
 from ring.core.config import RingConfig
-from ring.core.errors import ConfigError, TeacherLost
+from ring.core.errors import ConfigError, DisaggKDError, TeacherLost
 from ring.core.messages import Message, Pong
 from ring.core.stats import RetryCause
 from ring.local_control import LocalLink, Mailbox
@@ -73,6 +74,29 @@ def test_a_run_whose_only_teacher_goes_is_lost_and_says_what_the_teacher_said(mo
         assert re.search(rf"{re.escape(nobody)} is down, last error: no answer yet", message)
         with pytest.raises(TeacherLost):  # and it stays lost
             ring.submit(5, request_of(5))
+
+
+def test_what_is_submitted_while_the_loss_is_being_told_is_lost_too(
+    model: TeacherModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Teacher(model) as first, open_ring(model, first) as ring:
+        consume(ring, model, range(2))
+        tell, may_tell = ring._pump._fail, threading.Event()
+
+        def tell_late(error: DisaggKDError) -> None:
+            assert may_tell.wait(HANG_GUARD_S)
+            tell(error)
+
+        monkeypatch.setattr(ring._pump, "_fail", tell_late)
+        set_limits(ring, teacher_timeout_s=SHORT_S)
+        first.close()
+        ring.submit(2, request_of(2))
+        machine = ring._pump.machine
+        assert machine is not None
+        wait_until(lambda: machine.has_ended, "the loss")
+        threading.Timer(0.05, may_tell.set).start()
+        with pytest.raises(TeacherLost):
+            ring.submit(3, request_of(3))
 
 
 def test_a_run_goes_on_when_its_teacher_comes_back_at_the_same_port(model: TeacherModel) -> None:
