@@ -46,9 +46,9 @@ def test_a_teacher_with_another_key_ends_with_3_and_says_so(
     house: House, strangers: House, start_teacher: Start, start_student: Start
 ) -> None:
     teacher = start_teacher("--auth", strangers.teacher.directory)
-    student = start_student("--teacher", teacher.endpoint, "--auth", house.student.directory, "--teacher-timeout", 3)
+    student = start_student("--teacher", teacher.endpoint, "--auth", house.student.directory, "--teacher-timeout", 8)
     check_refusal(
-        student, 3, "no teacher answered within 3 s", f"does not own a key in {house.student.directory}/peers"
+        student, 3, "no teacher answered within 8 s", f"does not own a key in {house.student.directory}/peers"
     )
     assert "no key exchange succeeded, with any key in" in student.errors
     check_untouched(student)

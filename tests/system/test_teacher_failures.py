@@ -36,7 +36,7 @@ def test_the_message_names_every_replica_with_its_own_last_error(
     killed, stopped = start_teacher(), start_teacher()
     student = start_student(
         *("--teacher", killed.endpoint, stopped.endpoint),
-        *("--request-timeout", 1, "--peer-timeout", 1, "--teacher-timeout", 3),
+        *("--request-timeout", 1, "--peer-timeout", 1, "--teacher-timeout", 6),
     )
     student.until_step(5)
     killed.send(signal.SIGKILL)
@@ -53,7 +53,7 @@ def test_a_wedged_replica_that_answers_every_ping_is_named(start_teacher: Start,
     """It can't keep the run waiting by being alive."""
     wedged = start_teacher(command=(FAILING, "teacher.serve", "wedged", "20"))
     student = start_student(
-        *("--teacher", wedged.endpoint, "--request-timeout", 1, "--peer-timeout", 60, "--teacher-timeout", 4)
+        *("--teacher", wedged.endpoint, "--request-timeout", 1, "--peer-timeout", 60, "--teacher-timeout", 8)
     )
     said = check_lost(student)
     assert re.search(rf"{wedged.endpoint} is \w+, last error: .*seq \d+ was not filled within 1 s", said), said

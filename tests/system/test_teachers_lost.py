@@ -78,7 +78,7 @@ def test_a_teacher_that_stops_alone_ends_the_run_with_a_checkpoint_and_exit_3(
 ) -> None:
     stopped = start_teacher()
     student = start_student(
-        *("--teacher", stopped.endpoint, "--request-timeout", 1, "--peer-timeout", 1, "--teacher-timeout", 2)
+        *("--teacher", stopped.endpoint, "--request-timeout", 1, "--peer-timeout", 1, "--teacher-timeout", 6)
     )
     student.until_step(EARLY)
     stopped.send(signal.SIGSTOP)
