@@ -13,6 +13,7 @@ from types import TracebackType
 
 import torch
 
+from ring.connection import ChannelOptions, LinkOpener
 from ring.core.config import Expectation, RingConfig
 from ring.core.errors import ConfigError, DeadlineExceeded, LocalProtocolError, TeacherLost
 from ring.core.messages import FillHeader, Hello, Payload, TokenRequest, Welcome, WireDtype
@@ -20,7 +21,7 @@ from ring.core.stats import RingStats
 from ring.core.student import StudentMachine
 from ring.dtypes import TORCH_DTYPES
 from ring.lease import Event, Lease
-from ring.pump import ChannelOptions, LinkOpener, Pump
+from ring.pump import Pump
 from ring.session import Needs
 from transport.memory import SlotArena
 

@@ -47,8 +47,6 @@ from ring.watch import Attention
 from transport.contract import Fence, Receiver
 from transport.memory import SlotArena
 
-__all__ = ["ChannelOptions", "LinkOpener", "Pump", "Replica"]
-
 logger = logging.getLogger(__name__)
 
 #: While a released slot waits for its device event, the pump looks this often.
@@ -265,7 +263,10 @@ class Pump:
                 )
             # At once: the trainer may be waiting for this very fill.
             self._carry_out(now_s)
-        return bool(arrivals)
+        if late := session.newly_dropped():
+            with self.lock:
+                self._actions.extend(machine.came_late(replica.name, late, now_s=now_s))
+        return bool(arrivals or late)
 
     def _end_session(self, replica: Replica, error: str, now_s: float, *, backoff_s: float | None = None) -> None:
         """Close what is left of the session; its fills go to the others. The replica is tried again later."""
@@ -296,9 +297,7 @@ class Pump:
         if machine is None:
             return False
         fenced = [fill for receiver in self._fencing for fill in receiver.poll_fenced()]
-        for replica in served:
-            if replica.session is not None:
-                fenced += replica.session.fenced()
+        fenced += [fill for r in served if r.session is not None for fill in r.session.fenced()]
         for receiver in [r for r in self._fencing if not r.wait_fds()]:
             receiver.forget()
             self._fencing.remove(receiver)

@@ -100,6 +100,7 @@ class Session:
         self._hello = hello
         self._arena: SlotArena | None = None
         self._receiver: Receiver | None = None
+        self._dropped = 0
         try:
             link.send(hello)
         except BaseException:
@@ -196,6 +197,11 @@ class Session:
     def arrivals(self) -> list[Arrival]:
         """Fills that became whole. Raises PeerLost, TransportError."""
         return [] if self._receiver is None else self._receiver.poll()
+
+    def newly_dropped(self) -> int:
+        """Payloads since the last call that came whole and that nobody waited for any more."""
+        before, self._dropped = self._dropped, 0 if self._receiver is None else self._receiver.dropped
+        return self._dropped - before
 
     def checksum(self, arrival: Arrival) -> int | None:
         """crc32c over what arrived, as it is in its slot; None: checking is off."""

@@ -97,9 +97,13 @@ class Attempts:
             return self.quarantined.get(fill) == name
         del sender.cancelled[fill]
         if sender.state is ReplicaState.STALLED:
-            self.stalls.stop(name)
-            self.fleet.move(sender, ReplicaEvent.LIFE)
+            self.revive(sender)
         return True
+
+    def revive(self, stalled: Replica) -> None:
+        """Its data path showed life: it is asked again."""
+        self.stalls.stop(stalled.name)
+        self.fleet.move(stalled, ReplicaEvent.LIFE)
 
     def stall(self, replica: Replica, overdue: FillId, now_s: float, actions: list[Action]) -> None:
         """An attempt is past its deadline: the replica loses all it has, and is not asked for now."""

@@ -189,6 +189,18 @@ class StudentMachine:
             self._reject(entry, sender, wrong[0], f"{fill}: {wrong[1]}", actions)
         return self._settle(actions)
 
+    def came_late(self, replica: str, count: int, *, now_s: float) -> list[Action]:
+        """The transport dropped so many payloads that came whole and that nobody waited for any more. Which they were,
+        and that their slots are free, is for the data plane to say: `fenced`."""
+        self._now_s = self._time(now_s)
+        self._hear(replica)
+        actions: list[Action] = []
+        sender = self._fleet.get(replica)
+        self._count_drop(sender, DropCause.LATE, "it came after it was given up", actions, count=count)
+        if sender is not None and sender.state is ReplicaState.STALLED:
+            self._attempts.revive(sender)
+        return self._settle(actions)
+
     def refused(self, replica: str, fill: FillId, code: RefusalCode, message: str, *, now_s: float) -> list[Action]:
         """The replica won't fill this attempt. That nothing of it can land is for the data plane to say: `fenced`."""
         self._now_s = self._time(now_s)
@@ -311,8 +323,10 @@ class StudentMachine:
             self._attempts.give_up(entry, RetryCause.WRONG, actions)
         self._attempts.drop(sender, text, actions)
 
-    def _count_drop(self, sender: Replica | None, cause: DropCause, text: str, actions: list[Action]) -> None:
-        self._drops[cause] += 1
+    def _count_drop(
+        self, sender: Replica | None, cause: DropCause, text: str, actions: list[Action], *, count: int = 1
+    ) -> None:
+        self._drops[cause] += count
         if sender is not None and cause not in sender.noted:
             sender.noted.add(cause)
             actions.append(Note("warning", f"{sender.name}: dropped an answer ({cause.value}, logged once): {text}"))

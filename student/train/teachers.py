@@ -17,6 +17,7 @@ import torch
 import zmq
 
 from ring.auth import load_keyring
+from ring.connection import ChannelOptions, LinkOpener
 from ring.control import ControlLink, ZmqLinks
 from ring.core.config import RingConfig
 from ring.core.errors import ConfigError, DisaggKDError, TeacherLost
@@ -25,7 +26,6 @@ from ring.endpoints import check_exposure
 from ring.head import fetch_head
 from ring.local_control import LocalPort, local_pair
 from ring.prefetch import Ring
-from ring.pump import ChannelOptions, LinkOpener
 from student.config import TrainConfig
 from student.parallel.ranks import Ranks
 from transport import registry

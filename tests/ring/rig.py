@@ -21,12 +21,12 @@ import torch
 import zmq
 
 from planner.input_hash import input_hash
+from ring.connection import ChannelOptions
 from ring.control import ControlLink, ZmqLink, ZmqLinks, ZmqPort
 from ring.core.config import RingConfig
 from ring.core.messages import Hello, TokenRequest
 from ring.local_control import local_pair
 from ring.prefetch import Ring
-from ring.pump import ChannelOptions
 from teacher.forward import TeacherModel
 from teacher.serve import talk
 from teacher.service import ServiceConfig, TeacherService

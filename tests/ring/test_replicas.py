@@ -11,13 +11,13 @@ import pytest
 import torch
 import zmq
 
+from ring.connection import LinkOpener
 from ring.core.config import RingConfig
 from ring.core.errors import ConfigError, DisaggKDError, TeacherLost
 from ring.core.messages import Message, Pong
-from ring.core.stats import RetryCause
+from ring.core.stats import DropCause, RetryCause
 from ring.local_control import LocalLink, Mailbox
 from ring.prefetch import Ring
-from ring.pump import LinkOpener
 from teacher.forward import TeacherModel
 from tests.ports import free_port
 from tests.ring.rig import (
@@ -202,6 +202,7 @@ def test_a_late_answer_is_discarded_and_the_next_request_succeeds(model: Teacher
             slow.thaw()
             consume(ring, model, range(7, 20))
             wait_until(lambda: ring.stats().machine.num_free == 5, "the slots of the late answers")
+            wait_until(lambda: ring.stats().machine.drops_by_cause[DropCause.LATE] == 3, "the late answers, counted")
         stats = ring.stats().machine
         assert stats.fills == stats.released == 20
 

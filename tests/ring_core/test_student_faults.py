@@ -14,9 +14,26 @@ from ring.core.actions import (
 )
 from ring.core.messages import FillId, RefusalCode
 from ring.core.stats import DropCause, RetryCause
-from tests.ring_core.driver import F0, Driver, dropped, stalled_ring
+from tests.ring_core.driver import F0, Driver, dropped, lost, stalled_ring
 
 # ---- deadlines -------------------------------------------------------------------------------------------------
+
+
+def test_a_stalled_replica_whose_late_fill_the_transport_dropped_is_asked_again() -> None:
+    ring = Driver(depth=1, request_timeout_s=10.0, peer_timeout_s=100.0)
+    ring.up("a")
+    ring.up("b")
+    ring.submit(0)
+    ring.wait(10.0)
+    stats = {replica.name: replica.state for replica in ring.machine.stats(now_s=ring.now_s).replicas}
+    assert stats == {"a": "stalled", "b": "up"}
+    ring.do(ring.machine.came_late("a", 2, now_s=ring.now_s))
+    after = ring.machine.stats(now_s=ring.now_s)
+    assert {replica.name: replica.state for replica in after.replicas} == {"a": "up", "b": "up"}
+    assert after.drops_by_cause[DropCause.LATE] == 2
+    assert lost(ring.wait(9.0)) == []
+    ring.do(ring.machine.came_late("a", 1, now_s=ring.now_s))  # it is no news that it is up
+    ring.do(ring.machine.came_late("nobody", 1, now_s=ring.now_s))
 
 
 def test_an_attempt_is_given_up_at_exactly_its_deadline() -> None:

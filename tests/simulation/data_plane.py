@@ -71,6 +71,7 @@ class Receiver:
         self._unreliable = unreliable
         self._arrivals: list[Arrival] = []
         self._fenced: list[FillId] = []
+        self._num_dropped = 0
 
     # ---- for the student's shell ---------------------------------------------------------------------------------
 
@@ -90,6 +91,11 @@ class Receiver:
     def poll(self) -> list[Arrival]:
         arrivals, self._arrivals = self._arrivals, []
         return arrivals
+
+    def newly_dropped(self) -> int:
+        """Payloads that came whole and that nobody waited for."""
+        num_dropped, self._num_dropped = self._num_dropped, 0
+        return num_dropped
 
     def poll_fenced(self) -> list[FillId]:
         fenced, self._fenced = self._fenced, []
@@ -154,7 +160,9 @@ class ShmReceiver(Receiver):
     def completed(self, arrival: Arrival) -> None:
         if self.expects(arrival.fill, arrival.num_bytes):
             self.whole(arrival)
-        elif arrival.fill in self.pending:
+            return
+        self._num_dropped += 1
+        if arrival.fill in self.pending:
             self.pending.discard(arrival.fill)
             self._fenced.append(arrival.fill)
 
@@ -198,10 +206,12 @@ class PlacingReceiver(Receiver):
         if self._moving.get(fill) is payload:
             del self._moving[fill]
             self.whole(Arrival(fill=fill, num_bytes=len(payload.data), header=payload.header))
-        elif self._given_up.get(fill) is payload:
-            del self._given_up[fill]
-            self.pending.discard(fill)
-            self._fenced.append(fill)
+        else:
+            self._num_dropped += 1
+            if self._given_up.get(fill) is payload:
+                del self._given_up[fill]
+                self.pending.discard(fill)
+                self._fenced.append(fill)
         payload.target = None
 
     def lose(self, reason: str) -> None:

@@ -79,8 +79,8 @@ class Checks:
         require(stats.released == counts.released, who, "released", stats.released, counts.released)
         attempts = stats.fills + stats.retries + stats.num_in_flight
         require(attempts == counts.sends, who, "attempts don't add up", attempts, counts.sends)
-        answers = counts.arrivals + counts.refusals
-        require(counts.arrivals <= stats.fills + stats.drops <= answers, who, "drops don't add up", stats, counts)
+        came = counts.arrivals + counts.late
+        require(came <= stats.fills + stats.drops <= came + counts.refusals, who, "drops don't add up", stats, counts)
         refused = stats.retries_by_cause[RetryCause.REFUSED]
         require(refused <= counts.refusals, who, "more refusals than came", refused, counts.refusals)
         replicas = stats.replicas

@@ -79,6 +79,7 @@ class Counts:
 
     sends: int = 0
     arrivals: int = 0
+    late: int = 0
     refusals: int = 0
     submitted: int = 0
     released: int = 0
@@ -296,6 +297,10 @@ class StudentLife(Process):
                 # Even if that ended the session: the other arrivals of the same poll are in the shell's hands.
                 self._carry_out()
             if not arrivals:
+                if late := receiver.newly_dropped():
+                    self.counts.late += late
+                    self._actions.extend(self.machine.came_late(session.replica, late, now_s=self.clock.now_s))
+                    self._carry_out()
                 if receiver.lost is not None and not session.closed:
                     self._end_session(session, receiver.lost)
                 return

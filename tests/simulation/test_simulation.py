@@ -45,7 +45,6 @@ def test_every_invariant_holds_in_a_hundred_runs_that_meet_every_fault() -> None
     wanted = {
         *(kind.value for kind in FaultKind),
         *(f"retry: {cause.value}" for cause in RetryCause),
-        # Transports drop what was not armed, so that only one that breaks its word reports it late.
         *(f"drop: {cause.value}" for cause in DropCause),
         "a given-up fill was written",
         "lost for good",
