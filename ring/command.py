@@ -6,6 +6,7 @@ A command's configuration is one frozen dataclass; each field made with `flag(..
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -119,21 +120,29 @@ def run(command: Callable[[], None], *, prog: str, debug: bool) -> int:
         command()
     except DisaggKDError as error:
         if debug or _shows_debug():
-            traceback.print_exc()
-        sys.stdout.flush()
-        print(f"{prog}: error: {one_line(str(error))}", file=sys.stderr, flush=True)
+            tell(traceback.format_exc())
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+        tell(f"{prog}: error: {one_line(str(error))}")
         return error.exit_code
     except KeyboardInterrupt:
-        print(f"{prog}: interrupted", file=sys.stderr, flush=True)
+        tell(f"{prog}: interrupted")
         return 130
     except Exception as error:  # noqa: BLE001 - nothing is lost: the line names it, and --debug shows where
         debug = debug or _shows_debug()
         if debug:
-            traceback.print_exc()
+            tell(traceback.format_exc())
         where = "" if debug else "; --debug shows where"
-        print(f"{prog}: error: {type(error).__name__}: {one_line(str(error))}{where}", file=sys.stderr, flush=True)
+        tell(f"{prog}: error: {type(error).__name__}: {one_line(str(error))}{where}")
         return 1
     return 0
+
+
+def tell(text: str) -> None:
+    """Say something on stderr. Where nothing takes it any more (a full disk, a reader that left) it is lost: that is no
+    reason to end, nor to end with another code."""
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
 
 
 def set_up_logging(*, debug: bool) -> None:

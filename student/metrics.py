@@ -81,9 +81,9 @@ class MetricsFile:
 
         Raises ConfigError: the file can't be written or holds something else than metrics."""
         self._path = path
+        aside = path.with_suffix(".jsonl.tmp")
         try:
             kept = self._kept_lines(resume_step) if resume_step else []
-            aside = path.with_suffix(".jsonl.tmp")
             with aside.open("w") as file:
                 file.writelines(kept)
                 file.flush()
@@ -93,6 +93,8 @@ class MetricsFile:
             sync(path.parent)
             self._file: TextIO = path.open("a", buffering=1)
         except OSError as error:
+            with contextlib.suppress(OSError):
+                aside.unlink()
             raise ConfigError(f"--out {path.parent}: {path.name} can't be written: {error.strerror}") from error
 
     def _kept_lines(self, resume_step: int) -> list[str]:
@@ -154,14 +156,31 @@ def _is_number(value: object) -> bool:
 
 
 def write_summary(path: Path, summary: Mapping[str, object]) -> None:
-    """A JSON file, whole or not at all, also after a power cut."""
+    """A JSON file, whole or not at all, also after a power cut. Raises CheckpointError: the disk is full or fails."""
     aside = path.with_suffix(".json.tmp")
-    with aside.open("w") as file:
-        file.write(json.dumps(summary, indent=2, default=str) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(aside, path)
-    sync(path.parent)
+    try:
+        with aside.open("w") as file:
+            file.write(json.dumps(summary, indent=2, default=str) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(aside, path)
+        sync(path.parent)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            aside.unlink()
+        raise CheckpointError(
+            f"{path} could not be written: {error.strerror}; what is beside it is untouched"
+        ) from error
+
+
+def print_result(text: str) -> None:
+    """To stdout, as long as that takes it. The run is worth more than its report: it goes on in silence."""
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        # Whoever read it (`| head`) is gone; or it goes into a file, and the disk is full.
+        logger.warning("the standard output takes nothing any more (%s); the run goes on", error.strerror)
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - as long as the process
 
 
 class Reporter:
@@ -216,11 +235,5 @@ class Reporter:
             self._print(text)
 
     def _print(self, text: str) -> None:
-        if self._silent:
-            return
-        try:
-            print(text, flush=True)
-        except BrokenPipeError:
-            # Whoever read it (`| head`) is gone. The run is worth more than its report: it goes on in silence.
-            logger.warning("nobody reads the standard output any more; the run goes on")
-            sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - as long as the process
+        if not self._silent:
+            print_result(text)

@@ -26,7 +26,7 @@ import torch
 import zmq
 
 from ring.auth import load_keyring
-from ring.command import describe, flag, parse, run, set_up_logging
+from ring.command import describe, flag, parse, run, set_up_logging, tell
 from ring.control import ZmqPort, longest_request_bytes
 from ring.core.config import MAX_COUNT
 from ring.core.errors import ConfigError
@@ -258,7 +258,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     def command() -> None:
         config = with_demo_model(parse(ServeConfig, arguments, prog=PROG, description=(__doc__ or "").split("\n")[0]))
         set_up_logging(debug=config.debug)
-        print(f"{PROG}\n{describe(config)}", file=sys.stderr, flush=True)
+        tell(f"{PROG}\n{describe(config)}")
         serve(config)
 
     with suppress(BrokenPipeError):

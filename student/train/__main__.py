@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from ring.command import describe, parse, run, set_up_logging
+from ring.command import describe, parse, run, set_up_logging, tell
 from student.config import TrainConfig, with_demo_defaults
 
 PROG = "student.train"
@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         set_up_logging(debug=config.debug)
         is_first = os.environ.get("RANK", "0") == "0"
         if is_first:
-            print(f"{PROG}\n{describe(config)}", file=sys.stderr, flush=True)
+            tell(f"{PROG}\n{describe(config)}")
         elif not config.debug:
             # What all ranks have to say the first one says.
             logging.getLogger("student").setLevel(logging.WARNING)

@@ -24,10 +24,10 @@ import transformers
 
 from ring.core.errors import DisaggKDError, LocalProtocolError
 from ring.core.stats import DropCause, RetryCause
-from student.checkpoint import Checkpoint
+from student.checkpoint import Checkpoint, CheckpointError
 from student.config import TrainConfig
 from student.data import MicroBatchPlan, TokenDataset
-from student.metrics import peak_rss_bytes, write_summary
+from student.metrics import peak_rss_bytes, print_result, write_summary
 from student.parallel.ranks import Launch, RankLost, Ranks
 from student.train.feed import Feed
 from student.train.loop import Loop, LoopSettings
@@ -91,7 +91,7 @@ def train(config: TrainConfig, launch: Launch | None = None) -> None:
     ranks.part()
     if ranks.is_first:
         done = f"trained {loop.progress.step} steps, {loop.progress.position} samples; model in {files.model}"
-        print(done, flush=True)
+        print_result(done)
 
 
 def shared_settings(config: TrainConfig) -> dict[str, object]:
@@ -252,10 +252,10 @@ def _leave(summary: Mapping[str, object], path: Path, *, must: bool) -> None:
     """Write the summary. A full disk that ended the run already must not hide how: unless `must`, it only warns."""
     try:
         write_summary(path, summary)
-    except OSError as error:
+    except CheckpointError as error:
         if must:
             raise
-        logger.warning("%s could not be written: %s", path, error)
+        logger.warning("%s", error)
 
 
 def _check_complete(plan: MicroBatchPlan, progress: Progress) -> None:

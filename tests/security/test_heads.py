@@ -56,7 +56,7 @@ LIES: dict[str, Callable[[Piece, Piece], Piece]] = {
 
 
 @given(lies=st.lists(st.sampled_from(sorted(LIES)), max_size=4), in_part=st.booleans())
-@settings(fuzz, max_examples=MANY // 4)  # a piece of another size is waited for until its time is over
+@settings(fuzz, max_examples=max(15, MANY // 8))  # a piece of another size is waited for until its time is over
 def test_a_head_is_right_or_refused_whatever_its_pieces_are(
     model: TeacherModel, lies: list[str], in_part: bool
 ) -> None:

@@ -29,7 +29,7 @@ from tests.security.test_decoders import MANY, fuzz
 from tests.tiny_models import build_tiny_checkpoint
 
 NUM_STEPS, CHECKPOINT_STEP = 4, 2
-whole_runs = settings(fuzz, max_examples=MANY // 4)  # each trains for a moment
+whole_runs = settings(fuzz, max_examples=max(15, MANY // 8))  # each trains for a moment
 
 scalars = (
     st.none() | st.booleans() | st.integers(-2, 9) | st.floats() | st.text(max_size=5)

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from student.checkpoint import CheckpointError
-from student.metrics import MetricsFile, Reporter, peak_rss_bytes
+from student.metrics import MetricsFile, Reporter, peak_rss_bytes, write_summary
 from student.train.resume import warn_of_gaps
 
 BALLAST_BYTES = 512 * 2**20
@@ -100,3 +100,17 @@ def test_a_path_on_a_terminal_is_said_as_it_is(monkeypatch: pytest.MonkeyPatch, 
             said += received
     os.close(screen)
     assert f"the model is in {name}/model" in said.decode()
+
+
+@pytest.mark.parametrize("name", ["run.json", "summary.json"])
+def test_a_disk_that_takes_no_summary_says_so_and_keeps_the_one_before(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    write_summary(path, {"ending": "before"})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (7, limits[1]))
+    try:
+        with pytest.raises(CheckpointError, match=f"{name} could not be written: .*; what is beside it is untouched"):
+            write_summary(path, {"ending": "after"})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [(found.name, "before" in found.read_text()) for found in tmp_path.iterdir()] == [(name, True)]
