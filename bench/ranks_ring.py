@@ -2,8 +2,8 @@
 
 What is left is what the ring, the transport and the control plane cost. All processes live as long as the bench, and
 every round goes through all cases, so that a case meets the same machine as the one that it is compared with. In every
-case a replica has as many requests before it: one with less to do goes to sleep after each and is woken for the next,
-which costs it half as much again and says nothing of ranks and replicas.
+case each ring has four requests under way at least, and so has each replica: whoever has less to do goes to sleep after
+each fill and is woken for the next, which costs it half as much again and says nothing of ranks and replicas.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from student.parallel.ranks import Ranks
 from student.train.teachers import connected
 
 VOCAB = 2048
-#: Requests that each replica has before it.
+#: Requests that each ring and each replica has under way, at least.
 IN_FLIGHT = 4
 #: Any stretch of a round takes a fraction of a second.
 TIMEOUT_S = 300.0
@@ -57,7 +57,7 @@ class RingCase:
     @property
     def depth(self) -> int:
         """Of each ring."""
-        return max(1, IN_FLIGHT * self.replicas // self.ranks)
+        return max(IN_FLIGHT, IN_FLIGHT * self.replicas // self.ranks)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,7 +40,7 @@ STEP_WAYS = ("alone", "apart", "summed", "fsdp")
 LOSS_WAYS = ("whole heads", "cut heads")
 #: Before what is measured: memory is touched for the first time, and FSDP makes its buffers.
 WARMUP_ROUNDS = 2
-#: The student of the step: 8.4 million parameters, half of them in embedding and head.
+#: The student of the step: 8.1 million parameters, half of them in embedding and head.
 HIDDEN, LAYERS, VOCAB, TOKENS = 256, 4, 8192, 256
 
 

@@ -107,7 +107,7 @@ def draw(config: ClusterConfig, steps: list[dict[str, float]], evaluations: list
         loss_axis.plot([e["step"] for e in evaluations], [e["eval_loss"] for e in evaluations], "o-", color=BLUE, ms=4)
         last = evaluations[-1]
         at = (last["step"], last["eval_loss"])
-        loss_axis.annotate(f"{last['eval_loss']:.2f}", at, textcoords="offset points", xytext=(-4, 8))
+        loss_axis.annotate(f"{last['eval_loss']:.2f}", at, textcoords="offset points", xytext=(-12, -16))
         loss_axis.set(title="Loss on labels: held out (blue), in training (grey)", ylabel="nats per token")
         loss_axis.set_xlabel("optimizer step")
         draw_time(time_axis, of_one)
