@@ -99,6 +99,11 @@ def _terms(rho, mix, DIVERGENCE: tl.constexpr):
 
 
 @triton.jit
+def _add(place_ptr, value):
+    tl.store(place_ptr, tl.load(place_ptr) + value)
+
+
+@triton.jit
 def statistics_kernel(
     student_ptr, student_stride, teacher_ptr, teacher_stride, table_ptr, table_stride,
     label_ptr, label_hit_ptr, student_bias_ptr, teacher_bias_ptr, teacher_scale_ptr,
@@ -149,10 +154,8 @@ def statistics_kernel(
         hit = tl.load(label_hit_ptr + row)
         column = tl.load(label_ptr + row) + tl.arange(0, 1)
         u, _ = _logits(student_row, column, num_columns, student_bias_ptr, 1.0, student_inner, student_outer)
-        at_label = stats + _LABEL_LOGIT * table_stride
-        tl.store(at_label, tl.load(at_label) + tl.sum(u, 0) * hit)
-        at_hits = stats + _LABEL_HITS * table_stride
-        tl.store(at_hits, tl.load(at_hits) + hit)
+        _add(stats + _LABEL_LOGIT * table_stride, tl.sum(u, 0) * hit)
+        _add(stats + _LABEL_HITS * table_stride, hit)
     tl.store(stats + _STUDENT_MAX * table_stride, s_max)
     tl.store(stats + _STUDENT_SUM * table_stride, s_sum)
     if HAS_LABEL_SUM:
