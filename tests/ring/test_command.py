@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import pytest
 
-from ring.command import parse
-from ring.core.errors import ConfigError
+from ring.command import parse, run
+from ring.core.errors import ConfigError, TeacherLost
 from student.config import TrainConfig
 
 
@@ -108,3 +109,23 @@ def test_numbers_may_be_written_as_python_writes_them(tmp_path: Path) -> None:
     file.write_text("lr: 1e-3\nclip_norm: 2\nbeta1: .5\n")
     read = parse(TrainConfig, ["--config", str(file)], prog="student.train", description="")
     assert (read.lr, read.clip_norm, read.beta1) == (1e-3, 2.0, 0.5)
+
+
+@pytest.mark.parametrize("debug", [True, False])
+@pytest.mark.parametrize(
+    ("error", "code"), [(TeacherLost("gone"), 3), (ValueError("odd"), 1), (KeyboardInterrupt(), 130)]
+)
+def test_a_log_on_a_full_disk_changes_no_exit_code(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int, debug: bool
+) -> None:
+    def command() -> None:
+        raise error
+
+    full = Path("/dev/full").open("w", buffering=1)
+    try:
+        monkeypatch.setattr("sys.stderr", full)
+        assert run(command, prog="it", debug=debug) == code
+    finally:
+        monkeypatch.undo()
+        with contextlib.suppress(OSError):  # it still has what it could not write
+            full.close()

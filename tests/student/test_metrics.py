@@ -102,6 +102,22 @@ def test_a_path_on_a_terminal_is_said_as_it_is(monkeypatch: pytest.MonkeyPatch, 
     assert f"the model is in {name}/model" in said.decode()
 
 
+def test_a_full_disk_behind_stdout_ends_no_run(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    full = Path("/dev/full").open("w")
+    try:
+        monkeypatch.setattr("sys.stdout", full)
+        reporter = Reporter(num_steps=1, first_step=0)
+        for _ in range(2):
+            reporter.say("a result")
+    finally:
+        monkeypatch.undo()
+        with contextlib.suppress(OSError):  # it still has what it could not write
+            full.close()
+    assert caplog.text.count("the standard output takes nothing any more (No space left on device)") == 1
+
+
 @pytest.mark.parametrize("name", ["run.json", "summary.json"])
 def test_a_disk_that_takes_no_summary_says_so_and_keeps_the_one_before(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
