@@ -121,7 +121,7 @@ def test_a_log_on_a_full_disk_changes_no_exit_code(
     def command() -> None:
         raise error
 
-    full = Path("/dev/full").open("w", buffering=1)
+    full = Path("/dev/full").open("w", buffering=1)  # noqa: SIM115 - closing it fails
     try:
         monkeypatch.setattr("sys.stderr", full)
         assert run(command, prog="it", debug=debug) == code

@@ -105,7 +105,7 @@ def test_a_path_on_a_terminal_is_said_as_it_is(monkeypatch: pytest.MonkeyPatch, 
 def test_a_full_disk_behind_stdout_ends_no_run(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    full = Path("/dev/full").open("w")
+    full = Path("/dev/full").open("w")  # noqa: SIM115 - closing it fails
     try:
         monkeypatch.setattr("sys.stdout", full)
         reporter = Reporter(num_steps=1, first_step=0)
