@@ -31,7 +31,7 @@ from ring.core.messages import (
 from ring.core.teacher import DropStudent, Put, Refuse, TeacherAction, TeacherMachine, Work
 from tests.simulation.clock import Process, Violation
 from tests.simulation.connection import Connection
-from tests.simulation.data_plane import Payload
+from tests.simulation.data_plane import Payload, Sender
 from tests.simulation.invariants import Fairness
 from tests.simulation.memory import ROW_BYTES, states
 
@@ -88,6 +88,7 @@ class ReplicaLife(Process):
             )
         )
         self.guests: dict[str, Guest] = {}
+        self._closing: list[Sender] = []
         self.answered: set[tuple[str, FillId]] = set()
         self.fairness = Fairness(self.machine, max_batch_tokens=scenario.max_batch_tokens)
         self._rng = world.rng(f"replica {self.name}")
@@ -157,6 +158,9 @@ class ReplicaLife(Process):
             guest.connection.replica_closes()
             if guest.connection.sender is not None:
                 guest.connection.sender.die()
+        for sender in self._closing:
+            if sender.busy:
+                sender.die()
 
     # ---- students ------------------------------------------------------------------------------------------------
 
@@ -214,6 +218,8 @@ class ReplicaLife(Process):
         guest.connection.replica_closes()
         if guest.connection.sender is not None:
             guest.connection.sender.close()
+            # It may be in the middle of a copy, which ends it, or the death of this process does.
+            self._closing = [*(sender for sender in self._closing if sender.busy), guest.connection.sender]
         self._actions += self.machine.student_left(name, now_s=self.clock.now_s)
 
     def _leave(self) -> None:
