@@ -142,8 +142,8 @@ class Scenario:
         slowest_s = max(plan.seconds_per_token for plan in self.replicas)
         steps = max(len(batches) for batches in self.microbatches)
         work_s = 2 * tokens * slowest_s + 4 * steps * (self.step_s + self.copy_s)
-        # A replica that fails for ever is tried with new requests, and may cost each of them its deadline; where no other
-        # slot is free also the time until it is dropped, when nobody can write that slot any more.
+        # A replica that fails for ever is tried with new requests, and may cost each of them its deadline; where no
+        # other slot is free also the time until it is dropped, when nobody can write that slot any more.
         tries_s = 2 * steps * self.request_timeout_s if self.doomed else 0.0
         return work_s + tries_s + 12 * self.request_timeout_s + 40.0
 
