@@ -18,6 +18,8 @@ from ring.core.errors import DeadlineExceeded, DisaggKDError, RemoteProtocolErro
 from transport import ucx_core
 from transport.devices import net_devices
 
+#: "1": addresses are not tried, because all that can offer one are trusted, or a process takes too long to start.
+TRUST_VARIABLE = "DISAGGKD_UCX_TRUST"
 _REFUSED, _FAILED = 3, 4
 #: Its way out is ours to see, and nobody's to trace.
 _SETTINGS = {"UCX_HANDLE_ERRORS": "none", "UCX_LOG_LEVEL": "fatal"}
@@ -35,11 +37,11 @@ main(sys.argv[2])
 
 def check_address(address: bytes, *, local_host: str, timeout_s: float) -> None:
     """Blocks for as long as a process takes to start and to open UCX's devices: a fraction of a second. An address of
-    this very process passes as it is.
+    this very process passes as it is, and any where TRUST_VARIABLE says so.
 
     Raises RemoteProtocolError: UCX refuses the address, or dies of it. Raises TransportError: it can't be tried.
     Raises DeadlineExceeded."""
-    if ucx_core.is_own_address(address):
+    if ucx_core.is_own_address(address) or os.environ.get(TRUST_VARIABLE) == "1":
         return
     ours = str(Path(__file__).resolve().parents[1])
     command = [sys.executable, "-P", "-c", _CODE, ours, local_host, *filter(None, sys.path)]
