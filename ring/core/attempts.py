@@ -110,12 +110,10 @@ class Attempts:
         timeout_s = self._config.request_timeout_s
         replica.last_error = f"seq {overdue.seq} was not filled within {timeout_s:g} s"
         actions.append(Note("warning", f"{replica.name} stalled: {replica.last_error}; its requests go to others"))
-        tokens = replica.in_flight[overdue].cost_tokens
-        self.fleet.sample(replica, service_s=timeout_s, tokens=tokens, now_s=now_s, afresh=True)
         for entry in tuple(replica.in_flight.values()):
             late = now_s >= entry.sent_s + timeout_s
             self.give_up(entry, RetryCause.DEADLINE if late else RetryCause.STALLED, actions, cancel=True)
-        self.fleet.failed(replica)
+        self.fleet.failed(replica, spent_s=timeout_s, now_s=now_s)
         self.fleet.move(replica, ReplicaEvent.STALL)
         self.stalls.start(replica.name, now_s)
 
@@ -144,7 +142,7 @@ class Attempts:
             silent = self.known(name)
             if silent.in_flight:
                 # Small messages may pass where large ones never do: it greets and is asked again and again.
-                self.fleet.failed(silent)
+                self.fleet.failed(silent, spent_s=self._config.peer_timeout_s, now_s=now_s)
             self.drop(silent, f"not heard from for {self._config.peer_timeout_s:g} s", actions)
         while (fill := self.deadlines.pop_due(now_s)) is not None:
             overdue = self.requests.in_flight(fill)
@@ -167,7 +165,7 @@ class Attempts:
 
     def _ask(self, entry: Entry, now_s: float, actions: list[Action]) -> bool:
         """Start the next attempt of a request; a slot is free. False: no replica may be asked for it now."""
-        replica = self.fleet.choose(entry.cost_tokens, entry.refused_by, now_s, surely=entry.attempt > 0)
+        replica = self.fleet.choose(entry.cost_tokens, entry.refused_by, now_s, is_retry=entry.attempt > 0)
         if replica is None:
             if entry.retry_at_s is None:
                 entry.back_off(now_s)

@@ -1,8 +1,8 @@
 """The replicas of a run: their states in one table, what each holds, and which gets the next request.
 
 The choice is the least expected completion time: (tokens it owes + tokens asked) x its seconds per token. It costs the
-number of busy replicas, which the ring's depth bounds, not the number of replicas: idle ones are kept sorted. A request
-that was given up once goes to replicas that have not failed lately, if there are any.
+number of busy replicas, which the ring's depth bounds, not the number of replicas: idle ones are kept sorted. While
+others serve, those that have failed since their last accepted fill get one new request at a time, ever less often.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ DECAY_FRAC = 0.8
 #: tried as if it were no slower than the others. Otherwise a replica that was slow once would never be asked again,
 #: however fast it became; trying one that still is costs at most a twentieth of its time.
 TRUST_FACTOR = 20.0
+#: A replica that failed is tried again after up to so many times what its last failure cost: a twentieth again.
+MAX_PAUSE_FACTOR = 20.0
 #: One that failed so often since its last accepted fill is not asked at once for what a better one refused.
 MANY_FAILURES = 3
 #: Floor of the estimate, so that what a replica owes counts even where fills take no time.
@@ -78,13 +80,17 @@ class Load:
 
 @dataclass(kw_only=True)
 class Replica:
-    """One replica over all its lives. `num_failures`: since its last accepted fill; one with any is still asked, but
-    does not count as a teacher that serves the run."""
+    """One replica over all its lives. `num_failures`: since its last accepted fill; one with any is still tried, but
+    does not count as a teacher that serves the run. `num_strikes`: failures close upon each other, whatever it filled
+    between them; they lengthen the pause until `trial_s`."""
 
     name: str
     state: ReplicaState = ReplicaState.DOWN
     epoch: str | None = None
     num_failures: int = 0
+    num_strikes: int = 0
+    strikes_until_s: float = float("-inf")  # a failure after that is the first again
+    trial_s: float = float("-inf")
     in_flight: dict[FillId, Entry] = field(default_factory=dict)
     owed_tokens: int = 0
     cancelled: dict[FillId, None] = field(default_factory=dict)  # in this session, not answered yet
@@ -140,12 +146,13 @@ class Fleet:
         self._num_serving = 0  # usable and proven
         self._stalled: dict[str, Replica] = {}
         self._doubted: dict[str, Replica] = {}  # usable, not proven
-        self._busy: dict[str, Replica] = {}
+        self._trials: list[tuple[float, str]] = []  # (trial_s, name) of the idle ones of these; sorted
+        self._busy: dict[str, Replica] = {}  # proven; so are all below
         self._idle_known: list[tuple[float, str]] = []  # (seconds per token, name), sorted
         self._idle_stale: list[tuple[float, str]] = []  # as idle_known
         self._idle_new: list[str] = []  # no estimate yet; sorted
         self._estimates: list[tuple[float, str]] = []  # heap of (trusted until, name); outdated ones are skipped
-        self._rates_s = 0.0  # sum over usable replicas with a good estimate
+        self._rates_s = 0.0  # sum over those with a good estimate
         self._num_rates = 0
         self.ever_joined = False
 
@@ -179,16 +186,31 @@ class Fleet:
             )
         self._unlist(replica)
         replica.state = after
-        if event is ReplicaEvent.JOIN:
-            replica.num_joins += 1
-            replica.load = Load()  # perhaps another machine by now
-            self.ever_joined = True
         self._list(replica)
 
-    def failed(self, replica: Replica) -> None:
-        """It missed a deadline, fell silent while it was asked, answered wrongly, or refused."""
+    def join(self, replica: Replica, epoch: str) -> None:
+        """It finished its handshake. With another epoch it is another process, perhaps on another machine: nothing is
+        held against it but that it has not served yet."""
+        replica.load = Load()
+        if epoch != replica.epoch:
+            replica.num_strikes, replica.trial_s = 0, float("-inf")
+        replica.epoch = epoch
+        replica.crc_errors_in_a_row = 0
+        replica.num_joins += 1
+        self.ever_joined = True
+        self.move(replica, ReplicaEvent.JOIN)
+
+    def failed(self, replica: Replica, *, spent_s: float, now_s: float) -> None:
+        """It missed a deadline, fell silent while it was asked, answered wrongly, or refused, which cost `spent_s`.
+
+        While others serve, it is not tried again for 0, 1, 3, 7 ... times that, at most 20 times."""
         self._unlist(replica)
         replica.num_failures += 1
+        replica.num_strikes = 1 if now_s > replica.strikes_until_s else min(replica.num_strikes + 1, 16)
+        pause_s = spent_s * min(2.0 ** (replica.num_strikes - 1) - 1.0, MAX_PAUSE_FACTOR)
+        replica.trial_s = max(replica.trial_s, now_s + pause_s)
+        # Longer than the longest pause, after which it may take some time more to fail.
+        replica.strikes_until_s = max(replica.strikes_until_s, now_s + 2 * MAX_PAUSE_FACTOR * spent_s)
         self._list(replica)
 
     def proved(self, replica: Replica) -> None:
@@ -209,11 +231,11 @@ class Fleet:
         replica.owed_tokens -= replica.in_flight.pop(fill).cost_tokens
         self._list(replica)
 
-    def sample(self, replica: Replica, *, service_s: float, tokens: int, now_s: float, afresh: bool = False) -> None:
-        """The replica needed `service_s` for `tokens`. afresh: what was known of it before does not count any more,
-        nor does a stale estimate."""
+    def sample(self, replica: Replica, *, service_s: float, tokens: int, now_s: float) -> None:
+        """The replica needed `service_s` for `tokens`. What was known before a failure does not count any more, nor
+        does a stale estimate."""
         self._unlist(replica)
-        if afresh or replica.stale:
+        if replica.stale or not replica.proven:
             replica.load = Load()
         replica.load.add(service_s=service_s, tokens=tokens)
         replica.stale = False
@@ -222,17 +244,19 @@ class Fleet:
         heapq.heappush(self._estimates, (replica.trusted_until_s, replica.name))
         self._list(replica)
 
-    def choose(self, cost_tokens: int, avoid: Collection[str], now_s: float, *, surely: bool = False) -> Replica | None:
+    def choose(
+        self, cost_tokens: int, avoid: Collection[str], now_s: float, *, is_retry: bool = False
+    ) -> Replica | None:
         """The usable replica outside `avoid` that would answer first; ties go to the first name.
 
-        surely: for a request that was given up before: a proven one if there is any, else one that failed the fewest
-        times; none, if that failed often and one in `avoid` less so. Replicas that fail at once and come back at once
-        would keep the request from the others for ever otherwise."""
+        One that failed is chosen when its pause is over, it owes nothing and the request is new; else only where no
+        proven one is left: the one that failed the fewest times, but none that failed often while one in `avoid` did
+        less so. Replicas that fail at once and come back at once would keep a request from the others otherwise."""
         self._find_stale(now_s)
+        if self._trials and not is_retry and self._trials[0][0] <= now_s:
+            return self._replicas[self._trials[0][1]]
         mean_s = max(self._rates_s / self._num_rates, MIN_S_PER_TOKEN) if self._num_rates else 1.0
-        if not surely or not self._doubted:
-            return self._first_to_answer(cost_tokens, avoid, mean_s)
-        proven = self._first_to_answer(cost_tokens, {*avoid, *self._doubted}, mean_s)
+        proven = self._first_to_answer(cost_tokens, avoid, mean_s)
         if proven is not None:
             return proven
         doubted = [
@@ -282,9 +306,12 @@ class Fleet:
         if replica.state is not ReplicaState.UP:
             return
         self._num_usable += 1
-        self._num_serving += replica.proven
         if not replica.proven:
             self._doubted[replica.name] = replica
+            if not replica.in_flight:
+                bisect.insort(self._trials, (replica.trial_s, replica.name))
+            return
+        self._num_serving += 1
         rate_s = replica.load.seconds_per_token
         if rate_s is not None and not replica.stale:
             self._rates_s += rate_s
@@ -301,8 +328,12 @@ class Fleet:
         if replica.state is not ReplicaState.UP:
             return
         self._num_usable -= 1
-        self._num_serving -= replica.proven
-        self._doubted.pop(replica.name, None)
+        if not replica.proven:
+            del self._doubted[replica.name]
+            if not replica.in_flight:
+                del self._trials[bisect.bisect_left(self._trials, (replica.trial_s, replica.name))]
+            return
+        self._num_serving -= 1
         rate_s = replica.load.seconds_per_token
         if rate_s is not None and not replica.stale:
             self._num_rates -= 1

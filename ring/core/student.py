@@ -131,9 +131,7 @@ class StudentMachine:
         self._now_s = now_s
         self._fingerprint = fingerprint
         joined = self._fleet.add(replica)
-        joined.epoch = epoch
-        joined.crc_errors_in_a_row = 0
-        self._fleet.move(joined, ReplicaEvent.JOIN)
+        self._fleet.join(joined, epoch)
         self._requests.forget_refusals(replica)
         self._attempts.pings.start(replica, now_s)
         self._attempts.silences.start(replica, now_s)
@@ -222,7 +220,7 @@ class StudentMachine:
             if all(other.name in entry.unservable_by for other in self._fleet if other.connected):
                 self._ended = f"replica {replica} can't serve seq {fill.seq}: {message}"
                 return [*self._settle(actions), Fatal(self._ended)]
-        self._fleet.failed(sender)
+        self._fleet.failed(sender, spent_s=self._now_s - entry.sent_s, now_s=self._now_s)
         if code is RefusalCode.DRAINING and sender.state is not ReplicaState.DRAINING:
             self._fleet.move(sender, ReplicaEvent.DRAIN)
         return self._settle(actions)
@@ -312,7 +310,7 @@ class StudentMachine:
         """A wrong answer (R3) costs the replica its connection; a corrupt one is only asked for again, twice."""
         self._count_drop(sender, cause, text, actions)
         sender.last_error = text
-        self._fleet.failed(sender)
+        self._fleet.failed(sender, spent_s=self._now_s - entry.sent_s, now_s=self._now_s)
         if cause is DropCause.WRONG_CRC:
             self._attempts.give_up(entry, RetryCause.CORRUPT, actions)
             sender.crc_errors_in_a_row += 1

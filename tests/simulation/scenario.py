@@ -142,9 +142,10 @@ class Scenario:
         slowest_s = max(plan.seconds_per_token for plan in self.replicas)
         steps = max(len(batches) for batches in self.microbatches)
         work_s = 2 * tokens * slowest_s + 4 * steps * (self.step_s + self.copy_s)
-        # A replica that fails for ever is tried with new requests, and may cost each of them its deadline; where no
-        # other slot is free also the time until it is dropped, when nobody can write that slot any more.
-        tries_s = 2 * steps * self.request_timeout_s if self.doomed else 0.0
+        # A replica that fails for ever is tried with a new request now and then, and may cost it its deadline; where no
+        # other slot is free also the time until it is dropped, when nobody can write that slot any more. The pauses
+        # grow to twenty deadlines, so that six tries take what the work above may, and each further one its share.
+        tries_s = 2 * 6 * len(self.doomed) * self.request_timeout_s + work_s / 10 if self.doomed else 0.0
         return work_s + tries_s + 12 * self.request_timeout_s + 40.0
 
 
