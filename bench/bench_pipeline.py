@@ -212,6 +212,7 @@ def connected_ring(config: PipelineConfig, teacher: TeacherProcess) -> Iterator[
         max_rows=config.rows,
         max_tokens=config.rows,
         max_document_tokens=config.rows,
+        fingerprint=None,
         ranks=Ranks.alone(torch.device("cpu")),
     ) as teachers:
         yield teachers

@@ -172,6 +172,7 @@ def _in_case(
         max_rows=work.rows,
         max_tokens=work.rows,
         max_document_tokens=work.rows,
+        fingerprint=None,
         ranks=ranks,
     ) as teachers:
         meeting.wait()

@@ -37,9 +37,12 @@ class ChannelOptions:
     encrypt: bool = False
 
 
+NO_ANSWER = "no answer yet"
+
+
 @dataclass(kw_only=True)
 class Replica:
-    """What the pump knows of one replica, between and during sessions."""
+    """What the pump knows of one replica, between and during sessions. `welcome`: what it said of itself last."""
 
     name: str
     open_link: LinkOpener
@@ -47,8 +50,14 @@ class Replica:
     up: bool = False
     retry_at_s: float = 0.0
     backoff_s: float = RECONNECT_MIN_S
-    last_error: str = "no answer yet"
+    last_error: str = NO_ANSWER
     refusal: ConfigError | None = None
+    welcome: Welcome | None = None
+
+    @property
+    def is_unknown(self) -> bool:
+        """It has neither answered nor failed to."""
+        return self.welcome is None and self.last_error == NO_ANSWER
 
     def wait_fds(self) -> tuple[int, ...]:
         """Descriptors that become readable when its session may have news."""

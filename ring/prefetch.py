@@ -97,6 +97,26 @@ class Ring:
                 self._wait(left_s)
             return pump.welcome
 
+    def check_models(self, *, timeout_s: float) -> None:
+        """Wait until every replica has answered or failed to, for `timeout_s` at most; what comes later and does not
+        serve the run's model is left out.
+
+        Raises ConfigError: two serve different models, and only chance made one of them the run's. Raises TeacherLost.
+        """
+        pump = self._pump
+        deadline_s = time.monotonic() + timeout_s
+        with pump.changed:
+            while any(replica.is_unknown for replica in pump.replicas.values()):
+                self._raise_failure()
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0:
+                    break
+                self._wait(left_s)
+            found = {r.name: r.welcome for r in pump.replicas.values() if r.welcome is not None}
+        if len({welcome.fingerprint for welcome in found.values()}) > 1:
+            named = "; ".join(f"{name} serves {said.model} ({said.fingerprint})" for name, said in found.items())
+            raise ConfigError(f"the replicas serve different models: {named}; allowed: one model in one dtype")
+
     def open(self, *, max_rows: int, wire_dtype: WireDtype, max_tokens: int = 0, max_document_tokens: int = 0) -> int:
         """Allocate the slots, `max_rows` states each, and offer them to the replicas; returns the bytes allocated.
 

@@ -211,10 +211,12 @@ class Pump:
         welcome = session.welcome
         if welcome is None:
             return False
-        if self.welcome is None:
-            self._options.admit(welcome)
+        if replica.welcome is not welcome:
+            if self.welcome is None:
+                self._options.admit(welcome)
             with self.lock:
-                self.welcome = welcome
+                replica.welcome = welcome
+                self.welcome = self.welcome or welcome
                 self.changed.notify_all()
         if session.phase is Phase.WELCOMED and self.arena is not None:
             self._offer(replica, session, welcome)

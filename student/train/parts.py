@@ -66,8 +66,12 @@ class Trained:
     optimizer: StudentOptimizer
 
 
-def load_parts(stack: ExitStack, config: TrainConfig, ranks: Ranks, checkpoint: Checkpoint | None) -> Parts:
-    """The teachers come last: all that can be refused without them is refused before they are waited for."""
+def load_parts(
+    stack: ExitStack, config: TrainConfig, ranks: Ranks, checkpoint: Checkpoint | None, *, fingerprint: str | None
+) -> Parts:
+    """The teachers come last: all that can be refused without them is refused before they are waited for.
+
+    fingerprint: of the teacher that a resumed run began with, where that is known."""
     adamw = AdamWSettings(beta1=config.beta1, beta2=config.beta2, weight_decay=config.weight_decay)
     _set_up_process(config, ranks)
     student, data, eval_data = ranks.one_after_the_first(lambda: _load(config, ranks, checkpoint))
@@ -82,7 +86,7 @@ def load_parts(stack: ExitStack, config: TrainConfig, ranks: Ranks, checkpoint: 
     )
     mesh = ranks.vocab_mesh
     vocab = None if mesh is None else shard_vocabulary(student, VocabGroup.of(mesh))
-    teachers = ranks.together(lambda: _connect(stack, config, ranks, student, data, plan, vocab))
+    teachers = ranks.together(lambda: _connect(stack, config, ranks, student, data, plan, vocab, fingerprint))
     ranks.check_equal("the teacher's fingerprint", None if teachers is None else teachers.fingerprint)
     return Parts(
         ranks=ranks,
@@ -192,6 +196,7 @@ def _connect(
     data: TokenDataset,
     plan: MicroBatchPlan,
     vocab: VocabShard | None,
+    fingerprint: str | None,
 ) -> Teachers | None:
     if config.kd_weight == 0:
         return None
@@ -216,6 +221,7 @@ def _connect(
             max_tokens=plan.max_microbatch_tokens(),
             max_document_tokens=int(data.lengths.max()),
             ranks=ranks,
+            fingerprint=fingerprint,
             columns=None if vocab is None else columns,
         )
     )

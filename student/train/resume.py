@@ -29,6 +29,7 @@ from student.metrics import MetricsFile, write_summary
 from student.parallel.ranks import Ranks
 from student.rng import restore_rng, seed_rng
 from student.train.parts import Trained
+from student.train.teachers import check_same_teacher
 
 logger = logging.getLogger(__name__)
 
@@ -247,11 +248,13 @@ def identify(
         write_summary(files.settings, settings | {"run_ids": run_ids})
         return
     before = _settings_before(files).get("teacher_fingerprint", teacher_fingerprint)
-    if before != teacher_fingerprint:
-        raise ConfigError(
-            f"--resume: the teacher's fingerprint was {before}, now {teacher_fingerprint}; allowed: the teacher that "
-            f"the run began with"
-        )
+    check_same_teacher(before=before, now=teacher_fingerprint)
+
+
+def teacher_before(files: RunFiles) -> str | None:
+    """The fingerprint of the teacher that the run in --out began with; None: without one, or nothing says so."""
+    found = _settings_before(files).get("teacher_fingerprint")
+    return found if isinstance(found, str) else None
 
 
 def restore(

@@ -43,6 +43,7 @@ from student.train.resume import (
     identify,
     launched_by,
     restore,
+    teacher_before,
 )
 from student.train.saver import Saver
 from student.train.teachers import check_teachers, resolve_device
@@ -73,7 +74,8 @@ def train(config: TrainConfig, launch: Launch | None = None) -> None:
         run_ids = _run_ids(ranks, launch)
         config = replace(config, resume=config.resume or _is_restart(files, ranks, launch, run_ids))
         checkpoint = choose_checkpoint(config, files, ranks)
-        parts = load_parts(stack, config, ranks, checkpoint)
+        fingerprint = ranks.from_first(None if checkpoint is None else teacher_before(files))
+        parts = load_parts(stack, config, ranks, checkpoint, fingerprint=fingerprint)
         loop, saver = _loop(stack, config, files, checkpoint, parts, run_ids=run_ids)
         ending, is_agreed = "failed", False
         ranks.begin_training()

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+#: How long the beginning of a run waits for the other replicas once one has answered, to see that they are alike.
+OTHERS_WAIT_S = 2.0
 #: A teacher and a trainer in one process can't miss each other: a long step or evaluation is no reason to part.
 NEVER_S = float(2**31)
 
@@ -63,9 +65,12 @@ def connected(
     max_tokens: int,
     max_document_tokens: int,
     ranks: Ranks,
+    fingerprint: str | None,
     columns: Callable[[HeadInfo], tuple[int, int]] | None = None,
 ) -> Iterator[Teachers]:
     """Connect, open slots of `max_rows` states, fetch the head; closed when the block ends.
+
+    fingerprint: of the teacher that the run began with; None: it begins now, or nobody wrote it down.
 
     columns: which of the head's this rank wants, first and last + 1; None: all of them.
 
@@ -81,7 +86,9 @@ def connected(
             hello=hello,
             links=links,
             options=ChannelOptions(
-                admit=partial(_check_limits, max_tokens=max_tokens, max_document_tokens=max_document_tokens),
+                admit=partial(
+                    _admit, fingerprint=fingerprint, max_tokens=max_tokens, max_document_tokens=max_document_tokens
+                ),
                 transport=config.transport,
                 crc={"auto": None, "on": True, "off": False}[config.crc],
                 bind_host=config.bind_host,
@@ -92,6 +99,8 @@ def connected(
         )
         stack.enter_context(ring)
         welcome = ring.wait_welcome(timeout_s=config.teacher_timeout)
+        if fingerprint is None:
+            ring.check_models(timeout_s=OTHERS_WAIT_S)
         wire_dtype = welcome.wire_dtypes[0]
         slots_bytes = ring.open(
             max_rows=max_rows, wire_dtype=wire_dtype, max_tokens=max_tokens, max_document_tokens=max_document_tokens
@@ -147,8 +156,19 @@ def check_teachers(config: TrainConfig) -> None:
     registry.offered(config.transport)
 
 
-def _check_limits(welcome: Welcome, *, max_tokens: int, max_document_tokens: int) -> None:
-    """Raises ConfigError: the teacher takes less in a request than a microbatch has."""
+def check_same_teacher(*, before: object, now: str | None) -> None:
+    """Raises ConfigError: a resumed run would go on with another teacher."""
+    if before != now:
+        raise ConfigError(
+            f"--resume: the teacher's fingerprint was {before}, now {now}; allowed: the teacher that the run began with"
+        )
+
+
+def _admit(welcome: Welcome, *, fingerprint: str | None, max_tokens: int, max_document_tokens: int) -> None:
+    """Raises ConfigError: it is not the teacher that the run began with, or takes less in a request than a microbatch
+    has."""
+    if fingerprint is not None:
+        check_same_teacher(before=fingerprint, now=welcome.fingerprint)
     if max_tokens > welcome.max_tokens:
         raise ConfigError(
             f"a microbatch has up to {max_tokens} tokens, the teacher takes {welcome.max_tokens} in a request: "

@@ -285,3 +285,17 @@ def test_all_replicas_of_a_run_serve_the_same_model(
     for fingerprint in (model.fingerprint, other_model.fingerprint):
         assert fingerprint in caplog.text
     assert caplog.text.count("all replicas must serve the same") == 1, "said once, not with every attempt"
+
+
+def test_a_run_that_begins_looks_whether_all_replicas_serve_the_same(
+    model: TeacherModel, other_model: TeacherModel
+) -> None:
+    with Teacher(model) as right, Teacher(model) as same, make_ring(model, right, same, free_endpoint()) as ring:
+        ring.wait_welcome(timeout_s=HANG_GUARD_S)
+        ring.check_models(timeout_s=HANG_GUARD_S)
+    with Teacher(model) as right, Teacher(other_model) as wrong, make_ring(model, right, wrong) as ring:
+        ring.wait_welcome(timeout_s=HANG_GUARD_S)
+        with pytest.raises(ConfigError, match="the replicas serve different models") as refused:
+            ring.check_models(timeout_s=HANG_GUARD_S)
+    for named in (right.endpoint, wrong.endpoint, model.fingerprint, other_model.fingerprint):
+        assert named in str(refused.value)
