@@ -45,13 +45,15 @@ class TrainState:
     """What a run is, beside its tensors.
 
     `step`: updates made. `position`: of the next sample. `config_hash`: of what must not change over a resume, of the
-    learning-rate schedule too. `rng`: the generators of each rank.
+    learning-rate schedule too. `rng`: the generators of each rank. `samples_left_out`: before `position`, of steps that
+    changed nothing.
     """
 
     step: int
     position: int
     config_hash: str
     rng: tuple[RngState, ...]
+    samples_left_out: int = 0
 
 
 @dataclass(frozen=True)
@@ -219,6 +221,7 @@ def _write_state(directory: Path, state: TrainState) -> None:
         "format_version": FORMAT_VERSION,
         "step": state.step,
         "position": state.position,
+        "samples_left_out": state.samples_left_out,
         "config_hash": state.config_hash,
         "rng": [entry.to_json() for entry in state.rng],
         "files": files,
@@ -245,6 +248,7 @@ def _verified_state(path: Path, *, read_all: bool) -> TrainState:
         return TrainState(
             step=int(content["step"]),
             position=int(content["position"]),
+            samples_left_out=int(content.get("samples_left_out", 0)),
             config_hash=str(content["config_hash"]),
             rng=tuple(RngState.from_json(entry) for entry in content["rng"]),
         )

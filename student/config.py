@@ -67,6 +67,7 @@ class TrainConfig:
     beta1: float = flag(0.9, "AdamW's")
     beta2: float = flag(0.95, "AdamW's")
     clip_norm: float = flag(1.0, "largest gradient norm; 0 clips nothing")
+    max_left_out: int = flag(0, "steps in a row that are left out because their gradient is not finite; then it ends")
     precision: Precision = flag("bf16", "arithmetic: bf16 is autocast over fp32 weights")
     gradient_checkpointing: bool = flag(False, "recompute activations in the backward pass")
 
@@ -126,7 +127,7 @@ class TrainConfig:
         _require(self, "max_length", self.max_length >= 2, ">= 2")
         for name in (
             *("ring_spares", "warmup_steps", "checkpoint_every", "eval_every", "eval_samples", "threads"),
-            "replicas_per_rank",
+            *("replicas_per_rank", "max_left_out"),
         ):
             _require(self, name, getattr(self, name) >= 0, ">= 0")
         for name in ("kd_weight", "ce_weight", "weight_decay", "clip_norm"):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import resource
 import sys
@@ -33,7 +34,8 @@ class StepMetrics:
     """One optimizer step; docs/operations.md explains each field.
 
     Losses are nats per counted row over the whole step: `loss = kd_weight * kd + ce_weight * lm_loss`. `seq_first`
-    and `seq_last` bound the step's microbatches, `position` counts the samples trained so far. `step_s` runs from the
+    and `seq_last` bound the step's microbatches, `position` counts the samples so far. `samples_left_out`: all of the
+    step's where its gradient was not finite, so that it changed nothing, else 0. `step_s` runs from the
     end of one step to the end of the next, evaluation and checkpoints aside. `teacher_s`: the teachers' forward passes
     for this step. `student_stall_s`: this process waited for fills; `teacher_stall_s`: teachers waited for requests
     (both within this step). `ring_occupancy`: slots that were filled or leased as the step began. `bytes_received`,
@@ -50,6 +52,7 @@ class StepMetrics:
     loss: float
     rows: int
     samples: int
+    samples_left_out: int
     lr: float
     grad_norm: float
     tokens_per_s: float
@@ -112,8 +115,10 @@ class MetricsFile:
     def write(self, record: StepMetrics | Mapping[str, object]) -> None:
         """Append one line; it is in the kernel when this returns. Raises CheckpointError: the disk is full or fails."""
         fields = asdict(record) if isinstance(record, StepMetrics) else record
+        # JSON knows no NaN: readers of other languages would refuse the line.
+        known = {name: None if _is_not_finite(value) else value for name, value in fields.items()}
         with self._failure():
-            self._file.write(json.dumps(fields) + "\n")
+            self._file.write(json.dumps(known, allow_nan=False) + "\n")
 
     def column(self, name: str) -> dict[int, float]:
         """One number of each line in the file that has it, by step."""
@@ -148,6 +153,10 @@ def _step_of(line: str) -> int | None:
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
     return step if isinstance(step, int) and not isinstance(step, bool) else None
+
+
+def _is_not_finite(value: object) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
 
 
 def _is_number(value: object) -> bool:
@@ -222,6 +231,7 @@ class Reporter:
         note = (
             f"lm {metrics.lm_loss:.4f}  kd {metrics.kd:.4f}  {metrics.tokens_per_s:,.0f} tokens/s  "
             f"stall {metrics.student_stall_s / max(metrics.step_s, 1e-9):.0%}"
+            f"{'  left out' if metrics.samples_left_out else ''}"
         )
         if self._progress is not None and self._task is not None:
             self._progress.update(self._task, completed=metrics.step, note=note)

@@ -27,7 +27,7 @@ from student.train.feed import Feed, Stopped
 from student.train.parts import Trained
 from student.train.records import Records
 from student.train.resume import Progress
-from student.train.totals import RingTotals, StepTotals, over_ranks
+from student.train.totals import RingTotals, StepTotals, over_ranks, step_metrics
 
 logger = logging.getLogger(__name__)
 
@@ -50,10 +50,12 @@ class StepFailed(DisaggKDError):
 
 @dataclass(frozen=True, kw_only=True)
 class LoopSettings:
-    """clip_norm: None only measures. *_every: steps; 0 = never between start and end. eval_samples: None = all."""
+    """clip_norm: None only measures. max_left_out: steps in a row whose gradient may not be finite. *_every: steps; 0 =
+    never between start and end. eval_samples: None = all."""
 
     batch_size: int
     clip_norm: float | None
+    max_left_out: int
     checkpoint_every: int
     eval_every: int
     eval_samples: int | None
@@ -99,6 +101,7 @@ class Loop:
         self._first_step = self._saved_step = progress.step
         self._stop_signal = 0
         self._updating = False
+        self._left_out_in_a_row = 0
         self.progress = progress
         self.eval_losses = eval_losses
 
@@ -117,7 +120,7 @@ class Loop:
                 try:
                     metrics = self._step(planned, before, started_s)
                 except Stopped as stopped:
-                    self._checkpoint_before_step(generators)
+                    self._checkpoint_last_step(generators)
                     raise self._interrupted(stopped.signal) from None
                 except DisaggKDError as error:
                     if not self._ranks.are_many or self._ranks.is_known_to_all(error):
@@ -127,7 +130,7 @@ class Loop:
                     # Out of memory, mostly. Whatever it is, it is not to cost the steps before it.
                     if self._ranks.are_many:
                         raise self._ranks.failure_of(error) from error
-                    self._try_to_checkpoint(generators)
+                    self._try_to_checkpoint(generators if self.progress.step < planned.step else capture_rng())
                     raise
                 if self._records is not None:
                     self._records.steps.write(metrics)
@@ -153,11 +156,15 @@ class Loop:
                 torch.autograd.backward(out.loss)
             parts += torch.stack([out.loss.detach(), out.kd, out.ce]).double()
         self._shares.collect_gradients()
-        norm = self._clip(planned)
+        norm = self._shares.clip(max_norm=self._settings.clip_norm)
         lr = self._schedule.lr_at(planned.step)
-        self._update(planned, lr=lr)
         # With a vocabulary group each of its ranks has the loss of all of them.
         loss, kd, ce = (parts / self._module.num_copies_of_loss).tolist()
+        is_taken = math.isfinite(norm)
+        if is_taken:
+            self._update(planned, lr=lr)
+        else:
+            self._leave_out(planned, norm=norm, kd=kd, ce=ce)
         after = RingTotals.of(self._ring)
         own = StepTotals(
             loss=loss,
@@ -173,27 +180,42 @@ class Loop:
             peak_rss_bytes=peak_rss_bytes(),
         )
         total = over_ranks(own, self._ranks)
-        return _metrics(planned, total, lr=lr, norm=norm, step_s=time.monotonic() - started_s)
-
-    def _clip(self, planned: PlannedStep) -> float:
-        """The norm of the gradient before it is clipped. Raises Diverged, on every rank: it is not finite."""
-        norm = self._shares.clip(max_norm=self._settings.clip_norm)
-        if math.isfinite(norm):
-            return norm
-        self._shares.zero_grad()
-        raise self._ranks.known_to_all(
-            Diverged(
-                f"step {planned.step}: the gradient norm is {norm}; the step was not taken: lower --lr, or look at the "
-                f"data of samples {planned.sample_ids[:8].tolist()}"
-            )
-        )
+        step_s = time.monotonic() - started_s
+        return step_metrics(planned, total, lr=lr, norm=norm, step_s=step_s, is_taken=is_taken)
 
     def _update(self, planned: PlannedStep, *, lr: float) -> None:
         self._updating = True
         self._optimizer.step(lr=lr)
-        progress = self.progress
-        progress.step, progress.position = planned.step, planned.next_position
+        self._go_on(planned)
         self._updating = False
+        self._left_out_in_a_row = 0
+
+    def _go_on(self, planned: PlannedStep) -> None:
+        self.progress.step, self.progress.position = planned.step, planned.next_position
+
+    def _leave_out(self, planned: PlannedStep, *, norm: float, kd: float, ce: float) -> None:
+        """A step whose gradient is not finite changes nothing; its samples are counted. kd, ce: this rank's share.
+
+        Raises Diverged, on every rank: that was one too many in a row."""
+        self._shares.zero_grad()
+        kd, ce = (sum(shares) for shares in zip(*self._ranks.gather_floats([kd, ce]), strict=True))
+        why = f"the gradient norm is {norm}, kd {kd:.4g}, lm_loss {ce:.4g}"
+        if math.isfinite(ce) and not math.isfinite(kd):
+            why += ": the teacher's states or logits are not finite"
+        said = f"step {planned.step}: {why}; samples {planned.sample_ids[:8].tolist()}"
+        if self._left_out_in_a_row >= self._settings.max_left_out:
+            raise self._ranks.known_to_all(
+                Diverged(
+                    f"{said}; the step was not taken; allowed: --resume with --max-left-out "
+                    f"{self._settings.max_left_out + 1} leaves it out, a new run from the last checkpoint's model may "
+                    f"have another --lr, data or teacher"
+                )
+            )
+        if self._ranks.is_first:
+            logger.warning("%s; the step is left out", said)
+        self._left_out_in_a_row += 1
+        self._go_on(planned)
+        self.progress.samples_left_out += len(planned.sample_ids)
 
     def _forward(self, batch: MicroBatch, states: torch.Tensor | None, *, num_rows: int) -> KDOutput:
         try:
@@ -309,7 +331,7 @@ class Loop:
             self._save(self.progress)
             self._finish_saving()
 
-    def _checkpoint_before_step(self, generators: RngState) -> None:
+    def _checkpoint_last_step(self, generators: RngState) -> None:
         """As after the last step taken: what the step that was not taken drew (dropout) is drawn again on resume."""
         restore_rng(generators)
         self._checkpoint()
@@ -317,7 +339,7 @@ class Loop:
     def _checkpoint_at_the_end(self, generators: RngState, error: DisaggKDError) -> None:
         """For an error that ends the run in order. A disk that is full too must not hide it, nor its exit code."""
         try:
-            self._checkpoint_before_step(generators)
+            self._checkpoint_last_step(generators)
         except (CheckpointError, RankFailed, RankLost) as failure:
             logger.error(
                 "no checkpoint of step %d: %s; the run ends because of this: %s", self.progress.step, failure, error
@@ -330,7 +352,7 @@ class Loop:
             return
         try:
             self._shares.zero_grad()
-            self._checkpoint_before_step(generators)
+            self._checkpoint_last_step(generators)
         except Exception as error:  # noqa: BLE001 - said in the log; the caller raises what came first
             logger.warning("no checkpoint of step %d could be written: %s", self.progress.step, error)
 
@@ -353,31 +375,3 @@ class Loop:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-
-
-def _metrics(planned: PlannedStep, total: StepTotals, *, lr: float, norm: float, step_s: float) -> StepMetrics:
-    """total: of all ranks."""
-    seqs = [batch.seq for batch in planned.microbatches if batch.seq is not None]
-    return StepMetrics(
-        step=planned.step,
-        epoch=planned.epoch,
-        position=planned.next_position,
-        seq_first=min(seqs, default=-1),
-        seq_last=max(seqs, default=-1),
-        lm_loss=total.lm_loss,
-        kd=total.kd,
-        loss=total.loss,
-        rows=planned.num_rows,
-        samples=len(planned.sample_ids),
-        lr=lr,
-        grad_norm=norm,
-        tokens_per_s=total.tokens / step_s,
-        step_s=step_s,
-        teacher_s=total.teacher_s,
-        student_stall_s=total.student_stall_s,
-        teacher_stall_s=total.teacher_stall_s,
-        ring_occupancy=total.ring_occupancy,
-        bytes_received=int(total.bytes_received),
-        retries=int(total.retries),
-        peak_rss_bytes=int(total.peak_rss_bytes),
-    )

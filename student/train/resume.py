@@ -71,10 +71,12 @@ EXACT_SETTINGS = ("deterministic", "threads", "workspace_bytes", "device", "fsdp
 
 @dataclass(kw_only=True)
 class Progress:
-    """Where the run is: the last step taken, and the position that a checkpoint of it stores."""
+    """Where the run is: its last step, and the position that a checkpoint of it stores; `samples_left_out`: before
+    that, of steps whose gradient was not finite."""
 
     step: int
     position: int
+    samples_left_out: int = 0
 
 
 @dataclass(frozen=True)
@@ -291,7 +293,7 @@ def restore(
     else:
         trained.optimizer.load_state_tensors(checkpoint.optimizer_tensors())
     restore_generators(state, rank=ranks.rank, seed=seed)
-    return Progress(step=state.step, position=state.position)
+    return Progress(step=state.step, position=state.position, samples_left_out=state.samples_left_out)
 
 
 def restore_generators(state: TrainState, *, rank: int, seed: int) -> None:

@@ -92,7 +92,12 @@ def train(config: TrainConfig, launch: Launch | None = None) -> None:
             _end(config, files, loop, parts, ending=ending, is_agreed=is_agreed, wall_s=wall_s)
     ranks.part()
     if ranks.is_first:
-        done = f"trained {loop.progress.step} steps, {loop.progress.position} samples; model in {files.model}"
+        left_out = loop.progress.samples_left_out
+        done = (
+            f"trained {loop.progress.step} steps, {loop.progress.position - left_out} samples; model in {files.model}"
+        )
+        if left_out:
+            done += f"; {left_out} samples were left out, their gradient was not finite"
         print_result(done)
 
 
@@ -222,6 +227,7 @@ def _loop_settings(config: TrainConfig, parts: Parts) -> LoopSettings:
     return LoopSettings(
         batch_size=config.batch_size,
         clip_norm=config.clip_norm or None,
+        max_left_out=config.max_left_out,
         checkpoint_every=config.checkpoint_every,
         eval_every=config.eval_every,
         eval_samples=config.eval_samples or None,
@@ -305,7 +311,11 @@ def _summary(
     """numbers: of each rank and its ring; they are added up, of the memory the most is told."""
     data, plan = parts.data, parts.plan
     evaluations = loop.eval_losses
+    left_out = loop.progress.samples_left_out
     skipped = _skipped(data, plan)
+    expected = plan.end_position + sum(skipped.values())
+    if left_out:
+        skipped["not_finite"] = left_out
 
     def total(name: str) -> float:
         added: float = sum(own.get(name, 0) for own in numbers)
@@ -320,8 +330,8 @@ def _summary(
         "ranks": parts.ranks.world_size,
         "steps": loop.progress.step,
         "expected_steps": plan.num_steps,
-        "samples_expected": plan.end_position + sum(skipped.values()),
-        "samples_trained": loop.progress.position,
+        "samples_expected": expected,
+        "samples_trained": loop.progress.position - left_out,
         "samples_skipped": skipped,
         "eval_loss_first": next(iter(evaluations.values()), None),
         "eval_loss_last": next(reversed(evaluations.values()), None),

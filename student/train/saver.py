@@ -43,6 +43,7 @@ class Saver:
             position=now.position,
             config_hash=self.fixed,
             rng=tuple(RngState.from_json(entry) for entry in generators),
+            samples_left_out=now.samples_left_out,
         )
         if ranks.has_groups:
             from student.parallel.checkpoint import CheckpointParts, write_sharded_checkpoint

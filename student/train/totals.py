@@ -1,10 +1,12 @@
-"""What a step counted, on one rank and then over all of them."""
+"""What a step counted, on one rank and then over all of them, and what metrics.jsonl says of it."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
 
 from ring.prefetch import Ring
+from student.data import PlannedStep
+from student.metrics import StepMetrics
 from student.parallel.ranks import Ranks
 
 
@@ -60,3 +62,34 @@ def over_ranks(own: StepTotals, ranks: Ranks) -> StepTotals:
         total = max(values) if field.name in _MOST else sum(values)
         joined[field.name] = total / ranks.world_size if field.name in _MEANS else total
     return StepTotals(**joined)
+
+
+def step_metrics(
+    planned: PlannedStep, total: StepTotals, *, lr: float, norm: float, step_s: float, is_taken: bool
+) -> StepMetrics:
+    """total: of all ranks."""
+    seqs = [batch.seq for batch in planned.microbatches if batch.seq is not None]
+    return StepMetrics(
+        step=planned.step,
+        epoch=planned.epoch,
+        position=planned.next_position,
+        seq_first=min(seqs, default=-1),
+        seq_last=max(seqs, default=-1),
+        lm_loss=total.lm_loss,
+        kd=total.kd,
+        loss=total.loss,
+        rows=planned.num_rows,
+        samples=len(planned.sample_ids),
+        samples_left_out=0 if is_taken else len(planned.sample_ids),
+        lr=lr,
+        grad_norm=norm,
+        tokens_per_s=total.tokens / step_s,
+        step_s=step_s,
+        teacher_s=total.teacher_s,
+        student_stall_s=total.student_stall_s,
+        teacher_stall_s=total.teacher_stall_s,
+        ring_occupancy=total.ring_occupancy,
+        bytes_received=int(total.bytes_received),
+        retries=int(total.retries),
+        peak_rss_bytes=int(total.peak_rss_bytes),
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,9 +23,9 @@ from student.model import DistilledStudent
 from student.optim import Schedule, StudentOptimizer
 from student.parallel.ranks import Ranks
 from student.parallel.shares import Shares
-from student.rng import RngState, capture_rng
+from student.rng import RngState, capture_rng, restore_rng
 from student.train.feed import Feed
-from student.train.loop import Interrupted, Loop, LoopSettings, StepFailed
+from student.train.loop import Diverged, Interrupted, Loop, LoopSettings, StepFailed
 from student.train.parts import Trained
 from student.train.records import Records
 from student.train.resume import Progress
@@ -58,6 +59,7 @@ class Trial:
         error: Exception | None = None,
         eval_data: TokenDataset | None = None,
         save: Callable[[Progress], None] | None = None,
+        max_left_out: int = 0,
     ) -> None:
         """error: in the midst of the second step; None: there is none. save: instead of noting what is saved."""
         self.saved: list[tuple[int, RngState]] = []
@@ -87,6 +89,7 @@ class Trial:
             settings=LoopSettings(
                 batch_size=2,
                 clip_norm=1.0,
+                max_left_out=max_left_out,
                 checkpoint_every=0,
                 eval_every=1,
                 eval_samples=None,
@@ -222,3 +225,65 @@ def test_a_signal_in_the_midst_of_an_evaluation_is_heeded_at_once(
     assert held_out.left > -4, "no more than the microbatch under way was read"
     assert [step for step, _ in trial.saved] == ([taken] if taken else [])
     assert sorted(trial.loop.eval_losses) == list(range(evaluation)), "half an evaluation is none"
+
+
+class Poisoned:
+    """Makes the gradient of the trial's second step, and of all after it, not finite."""
+
+    def __init__(self, trial: Trial) -> None:
+        self.weights_after_step_one: list[torch.Tensor] = []
+        parameter = next(trial.loop._module.parameters())
+
+        def poison(gradient: torch.Tensor) -> torch.Tensor:
+            if trial.loop.progress.step == 0:
+                return gradient
+            if not self.weights_after_step_one:
+                self.weights_after_step_one.append(parameter.detach().clone())
+            return gradient * float("inf")
+
+        parameter.register_hook(poison)
+        self.parameter = parameter
+
+
+def test_a_step_whose_gradient_is_not_finite_is_not_taken_and_said_to_be_left_out_on_demand(
+    dataset: TokenDataset, tmp_path: Path
+) -> None:
+    trial = Trial(dataset, tmp_path)
+    poisoned = Poisoned(trial)
+    with pytest.raises(
+        Diverged, match=r"^step 2: the gradient norm is nan, .*; allowed: --resume with --max-left-out 1"
+    ):
+        trial.loop.run()
+    assert [step for step, _ in trial.saved] == [1]
+    assert torch.equal(poisoned.parameter, poisoned.weights_after_step_one[0])
+
+
+def test_a_step_that_is_left_out_changes_nothing_and_is_counted(dataset: TokenDataset, tmp_path: Path) -> None:
+    trial = Trial(dataset, tmp_path, max_left_out=1)
+    poisoned = Poisoned(trial)
+    trial.loop.run()
+    assert torch.equal(poisoned.parameter, poisoned.weights_after_step_one[0])
+    assert (trial.loop.progress.step, trial.loop.progress.position) == (2, dataset.num_samples)
+    assert trial.loop.progress.samples_left_out == dataset.num_samples // 2
+    first, second = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert (first["samples_left_out"], second["samples_left_out"]) == (0, dataset.num_samples // 2)
+    assert second["grad_norm"] is None, "JSON knows no NaN"
+
+
+def test_an_error_after_the_update_leaves_a_checkpoint_with_the_generators_of_that_step(
+    dataset: TokenDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "quiet").mkdir()
+    quiet, trial = Trial(dataset, tmp_path / "quiet"), Trial(dataset, tmp_path)
+    start = capture_rng()
+    quiet.loop.run()
+    restore_rng(start)
+
+    def no_memory(*arguments: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("student.train.loop.over_ranks", no_memory)
+    with pytest.raises(MemoryError):
+        trial.loop.run()
+    assert [step for step, _ in trial.saved] == [1]
+    assert trial.saved[0][1] == quiet.rng_after_step_one[0]
