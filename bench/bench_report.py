@@ -12,12 +12,14 @@ from typing import TypeVar
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from bench.claims import layouts, memory, models, page, wires
+from bench.claimed import claim, claim_out
+from bench.claims import charts, layouts, memory, models, page, pair, wires
 from bench.claims.loss_part import LossSizes
 from bench.claims.pair import Pair, own_pair, random_pair
 from bench.claims.runs import Run
 from bench.claims.section import Section
 from bench.corpus import build_corpus
+from bench.processes import sigterm_interrupts
 from bench.records import environment
 from ring.command import flag, parse, run, set_up_logging
 from ring.core.errors import ConfigError
@@ -30,6 +32,9 @@ Made = TypeVar("Made")
 LARGE_TEACHER = {"hidden_size": 1024, "num_layers": 8}
 LARGE_STUDENT = {"hidden_size": 512, "num_layers": 4}
 MEMORY_STEPS, MEMORY_BATCH = 8, 4
+#: What is written below --out, beside what the pairs are.
+RUN_DIRECTORIES = ("curves", "pace", "memory", "transport")
+FILES = ("report.html", "report.json", "summary.md", "overview.png")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +82,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if config.debug:
             set_up_logging(debug=True)
         out = Console(markup=False, emoji=False)
-        code = report(config, out, shell=" ".join(["python -m bench report", *arguments]))
+        with sigterm_interrupts():
+            code = report(config, out, shell=" ".join(["python -m bench report", *arguments]))
 
     return run(command, prog=PROG, debug="--debug" in arguments) or code
 
@@ -85,10 +91,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def report(config: ReportConfig, console: Console, *, shell: str) -> int:
     """Measure, write, say what was found; returns the exit code. Raises DisaggKDError."""
     started_s = time.monotonic()
-    # Before anything is made: a device that is not there would be noticed after minutes.
+    # Before anything is made: a device, a package or a model that is not there would be noticed after minutes.
     resolve_device(config.device)
+    charts.require()
+    if config.teacher is not None:
+        _check_models(config)
     root = Path(config.out)
-    root.mkdir(parents=True, exist_ok=True)
+    _claim(config, root)
     with _progress(console) as progress:
         sections = list(_sections(config, root, progress))
     path = page.write(
@@ -107,21 +116,46 @@ def report(config: ReportConfig, console: Console, *, shell: str) -> int:
     return int(any(section.verdict == "fails" for section in sections))
 
 
-def _sections(config: ReportConfig, root: Path, progress: Progress) -> Iterator[Section]:
-    shape = layouts.Shape(
+def _check_models(config: ReportConfig) -> None:
+    """Raises ConfigError: a model of the user's that no figure can be predicted for."""
+    own = _pair(config, Path(config.out))
+    memory.predicted(own, _shape(config))
+    for flag_name, model in (("--teacher", own.teacher), ("--student", own.student)):
+        try:
+            models.Width.of(model)
+        except (OSError, ValueError, AttributeError) as error:
+            raise ConfigError(f"{flag_name} {model}: {str(error).splitlines()[0]}") from error
+
+
+def _claim(config: ReportConfig, root: Path) -> None:
+    """Raises ConfigError: something in --out that no report made; nothing changed."""
+    made: Sequence[str] = ()
+    if config.teacher is None:
+        made = (*pair.DIRECTORIES, *pair.pair_directories(LARGE_TEACHER, LARGE_STUDENT))
+    claim_out(root, directories=(*RUN_DIRECTORIES, *made), files=(*FILES, *(pair.FILES if made else ())))
+    for name in RUN_DIRECTORIES:
+        claim(root / name)
+
+
+def _shape(config: ReportConfig) -> layouts.Shape:
+    return layouts.Shape(
         steps=config.steps,
         sequence_tokens=config.sequence_tokens,
         batch_size=config.batch_size,
         ring_depth=config.ring_depth,
         device=config.device,
     )
-    pair = _one(progress, "models and text", lambda: _pair(config, root))
-    curves = _all(progress, "the same loss", 4, layouts.curves(pair, shape, root))
-    paced = _all(progress, "the pace", 4, layouts.paced(pair, shape, root))
+
+
+def _sections(config: ReportConfig, root: Path, progress: Progress) -> Iterator[Section]:
+    shape = _shape(config)
+    small = _one(progress, "models and text", lambda: _pair(config, root))
+    curves = _all(progress, "the same loss", 4, layouts.curves(small, shape, root))
+    paced = _all(progress, "the pace", 4, layouts.paced(small, shape, root))
     alone = _one(
-        progress, "the loss by itself", lambda: layouts.losses_alone(_loss_sizes(pair, shape), device=config.device)
+        progress, "the loss by itself", lambda: layouts.losses_alone(_loss_sizes(small, shape), device=config.device)
     )
-    large, few = _large_pair(config, root, pair), replace(shape, steps=MEMORY_STEPS, batch_size=MEMORY_BATCH)
+    large, few = _large_pair(config, root, small), replace(shape, steps=MEMORY_STEPS, batch_size=MEMORY_BATCH)
     held = memory.held(
         large, few, _all(progress, "memory, free and capped", 6, memory.runs(large, few, root / "memory"))
     )
@@ -131,7 +165,7 @@ def _sections(config: ReportConfig, root: Path, progress: Progress) -> Iterator[
     yield memory.trainer_process(held)
     yield memory.out_of_memory(held)
     records = _one(progress, "the transports", lambda: wires.measure(root))
-    yield models.forms(paced, curves, held, shape, models.Width.of(pair.teacher))
+    yield models.forms(paced, curves, held, shape, models.Width.of(small.teacher))
     yield wires.transports(records)
 
 
@@ -147,15 +181,15 @@ def _pair(config: ReportConfig, root: Path) -> Pair:
     return Pair(teacher=config.teacher, student=config.student, data=config.data, held_out=(), from_config=False)
 
 
-def _large_pair(config: ReportConfig, root: Path, pair: Pair) -> Pair:
+def _large_pair(config: ReportConfig, root: Path, small: Pair) -> Pair:
     if config.teacher is not None:
-        return pair
+        return small
     corpus = build_corpus(root / "corpus")
     return random_pair(root, corpus, teacher=LARGE_TEACHER, student=LARGE_STUDENT)
 
 
-def _loss_sizes(pair: Pair, shape: layouts.Shape) -> LossSizes:
-    student, teacher = models.Width.of(pair.student), models.Width.of(pair.teacher)
+def _loss_sizes(small: Pair, shape: layouts.Shape) -> LossSizes:
+    student, teacher = models.Width.of(small.student), models.Width.of(small.teacher)
     return LossSizes(
         rows=shape.batch_size * (shape.sequence_tokens - 1),
         vocab_size=student.vocab_size,

@@ -20,6 +20,8 @@ from tokenizers import ByteLevelBPETokenizer
 
 VOCAB_SIZE = 4096
 END_OF_TEXT = "<|endoftext|>"
+#: Tokens of the longest sequence that the models made here have positions for.
+MAX_POSITIONS = 1024
 #: One file in so many is held out.
 HELD_OUT_OF = 20
 #: The student sees little text, as one does who distils for a narrow task: about 512 sequences of 256 tokens.
@@ -91,7 +93,7 @@ def write_model_config(directory: Path, corpus: Corpus, *, hidden_size: int, num
         num_attention_heads=hidden_size // 64,
         num_key_value_heads=hidden_size // 64,
         head_dim=64,
-        max_position_embeddings=1024,
+        max_position_embeddings=MAX_POSITIONS,
         tie_word_embeddings=True,
     )
     config.architectures = ["Qwen3ForCausalLM"]

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from rich.progress import Progress
 
+from bench.tethered import tethered
 from ring.core.errors import DisaggKDError
 
 #: How long a teacher may take to load and probe a model.
@@ -77,10 +78,11 @@ def teacher(arguments: Sequence[str], *, root: Path) -> Iterator[Service]:
 
 @contextmanager
 def running(command: Sequence[str], *, log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that runs while the block does, and is ended with it; what it says goes to `log`."""
+    """A process that runs while the block does, and is ended with it, or with this process however that ends; what it
+    says goes to `log`. For the main thread."""
     with log.open("w") as file:
         process = subprocess.Popen(
-            command, stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=ENVIRONMENT
+            tethered(command), stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=ENVIRONMENT
         )
         try:
             yield process

@@ -7,7 +7,6 @@ gets faster by this: it shows that the parts of a cluster work together.
 from __future__ import annotations
 
 import json
-import shutil
 import signal
 import sys
 import time
@@ -20,8 +19,16 @@ from typing import Any
 import matplotlib.pyplot as plt
 from rich.console import Console
 
+from bench.claimed import claim, claim_out, renew
 from bench.stages import read_lines, teacher, train
-from examples.demo.__main__ import DemoConfig, embedded_material, stage_progress, student_arguments
+from examples.demo.__main__ import (
+    EMBEDDED_DIRECTORIES,
+    EMBEDDED_FILES,
+    DemoConfig,
+    embedded_material,
+    stage_progress,
+    student_arguments,
+)
 from examples.demo.report import BLUE, GREY, draw_time
 from ring.command import flag, parse, run
 from ring.core.errors import ConfigError
@@ -31,7 +38,8 @@ PROG = "demo-cluster"
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterConfig:
-    """Raises ConfigError on construction: a count below 1, or a batch that the ranks can't share."""
+    """Raises ConfigError on construction: a count below 1, or a batch or heads that the ranks can't
+    share."""
 
     ranks: int = flag(2, "trainer processes")
     replicas: int = flag(2, "teacher processes")
@@ -45,8 +53,16 @@ class ClusterConfig:
         for name in ("ranks", "replicas", "vocab_parallel", "steps"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"--{name.replace('_', '-')} must be >= 1, got {getattr(self, name)}")
-        if self.batch_size % self.ranks:
+        if self.batch_size < 1 or self.batch_size % self.ranks:
             raise ConfigError(f"--batch-size {self.batch_size}: allowed: a multiple of the {self.ranks} ranks")
+        if self.ranks % self.vocab_parallel:
+            raise ConfigError(f"--vocab-parallel {self.vocab_parallel}: allowed: a divisor of the {self.ranks} ranks")
+        _ = self.of_a_rank
+
+    @property
+    def of_a_rank(self) -> DemoConfig:
+        """The demo's settings with one rank's part of the batch. Raises ConfigError: the trainer refuses them."""
+        return DemoConfig(steps=self.steps, batch_size=self.batch_size // self.ranks, out=self.out)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -63,23 +79,27 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def demo(config: ClusterConfig) -> None:
-    """Raises ConfigError: bad flags. Raises StageFailed: a process of the demo failed; its log is named."""
+    """Raises ConfigError: something in --out that no demo made. Raises StageFailed: a process of the demo failed; its
+    log is named."""
     started_s = time.monotonic()
     console, root = Console(markup=False, emoji=False), Path(config.out)
     out = root / "cluster"
-    root.mkdir(parents=True, exist_ok=True)
-    shutil.rmtree(out, ignore_errors=True)
+    replica_dirs = [root / f"replica-{number}" for number in range(config.replicas)]
+    claim_out(
+        root,
+        directories=("cluster", *EMBEDDED_DIRECTORIES, *(directory.name for directory in replica_dirs)),
+        files=("cluster.log", "cluster.png", *EMBEDDED_FILES),
+    )
+    renew(out)
     with stage_progress(console) as progress, ExitStack() as stack:
-        single = DemoConfig(steps=config.steps, batch_size=config.batch_size // config.ranks, out=config.out)
-        material = embedded_material(single, root, progress)
+        material = embedded_material(config.of_a_rank, root, progress)
         serving = ["--model", material.teacher, "--listen", "tcp://127.0.0.1:*", "--threads", "1"]
         replicas = []
-        for number in range(config.replicas):
-            directory = root / f"replica-{number}"
-            directory.mkdir(exist_ok=True)
+        for directory in replica_dirs:
+            claim(directory)
             replicas.append(stack.enter_context(teacher(serving, root=directory)).endpoint)
         arguments = [
-            *student_arguments(single, material, root),
+            *student_arguments(config.of_a_rank, material, root),
             *("--teacher", *replicas, "--kd-weight", "0.9", "--ce-weight", "0.1", "--threads", "1"),
             *("--fsdp", "--vocab-parallel", str(config.vocab_parallel)),
         ]

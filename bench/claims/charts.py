@@ -46,6 +46,11 @@ _STYLE: Any = {
 }
 
 
+def require() -> None:
+    """Raises ConfigError: nothing can be drawn here."""
+    _blank(1.0, 1.0)
+
+
 def lines(
     series: Mapping[str, Sequence[tuple[float, float]]], *, x_label: str, y_label: str, height_in: float = 3.3
 ) -> str:

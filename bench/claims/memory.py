@@ -6,7 +6,6 @@ Each run is measured beyond its imports, which is what the planner predicts.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -17,11 +16,14 @@ import torch
 
 from bench.claims import charts
 from bench.claims.layouts import APART, FUSED, Shape
-from bench.claims.pair import Pair
+from bench.claims.pair import Pair, config_of
 from bench.claims.runs import Command, Run, attempted, trained
 from bench.claims.section import Bars, Chart, Section, Table, Verdict, mebibytes
+from planner.architecture import ModelShape
+from planner.errors import PlanError
 from planner.families import shape_of
 from planner.trainer_memory import Layout, TrainerSetup, trainer_memory
+from ring.core.errors import ConfigError
 from student.loss.products import has_matrix_units
 
 #: Of the prediction for the disaggregated trainer; fixed before anything is run.
@@ -68,13 +70,15 @@ def held(pair: Pair, shape: Shape, found: Mapping[str, Run]) -> Held:
 
 
 def predicted(pair: Pair, shape: Shape) -> dict[str, int]:
-    """The planner's peak of a trainer process beyond its imports, in bytes."""
+    """The planner's peak of a trainer process beyond its imports, in bytes. Raises ConfigError: a model's config can't
+    be read, or is of a type that the planner does not know."""
     tokens = shape.batch_size * shape.sequence_tokens
+    student, teacher = (_shape(model, name) for model, name in ((pair.student, "student"), (pair.teacher, "teacher")))
 
     def peak(layout: Layout) -> int:
         setup = TrainerSetup(
-            student=shape_of(_config(pair.student), name="student"),
-            teacher=shape_of(_config(pair.teacher), name="teacher"),
+            student=student,
+            teacher=teacher,
             layout=layout,
             tokens=tokens,
             rows=shape.batch_size * (shape.sequence_tokens - 1),
@@ -94,9 +98,12 @@ def predicted(pair: Pair, shape: Shape) -> dict[str, int]:
     return {FUSED: peak("colocated"), APART: peak("disagg")}
 
 
-def _config(model: Path | str) -> dict[str, object]:
-    config: dict[str, object] = json.loads((Path(model) / "config.json").read_text())
-    return config
+def _shape(model: Path | str, name: str) -> ModelShape:
+    config = config_of(model, flag=f"--{name}")
+    try:
+        return shape_of(config, name=name)
+    except PlanError as error:
+        raise ConfigError(f"--{name} {model}: no prediction of its memory, which a claim is about: {error}") from error
 
 
 def _commands(pair: Pair, shape: Shape, root: Path, *, headroom_bytes: int, num_ranks: int = 1) -> Iterator[Command]:

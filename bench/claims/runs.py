@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import shutil
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from bench.claimed import claim, renew
 from bench.claims.launched import field_bytes
 from bench.stages import POLL_S, StageFailed, read_lines, running, teacher
 
@@ -98,13 +98,13 @@ def trained(command: Command, *, out: Path) -> Run:
 
 
 def attempted(command: Command, *, out: Path) -> Run:
-    """Run it to its end, whatever that is. Raises StageFailed: the teacher beside it did not get ready."""
-    shutil.rmtree(out, ignore_errors=True)
-    out.parent.mkdir(parents=True, exist_ok=True)
+    """Run it to its end, whatever that is. Raises StageFailed: the teacher beside it did not get ready. Raises
+    ConfigError: `out` holds something that was not made here."""
+    renew(out)
     if command.serving is None:
         return _attempt(command, out, None, None)
     log = out.parent / f"{out.name}-teacher"
-    log.mkdir(exist_ok=True)
+    claim(log)
     with teacher([*command.serving, "--listen", "tcp://127.0.0.1:*"], root=log) as service:
         return _attempt(command, out, service.endpoint, service.pid)
 

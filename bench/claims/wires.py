@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import shlex
-import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.claimed import renew
 from bench.claims import charts
 from bench.claims.section import Chart, Section, Table
 from bench.stages import StageFailed
@@ -29,7 +29,7 @@ Records = Sequence[Mapping[str, Any]]
 def measure(root: Path) -> Records:
     """The bench's records, made anew. Raises StageFailed: it could not measure."""
     out = root / "transport"
-    shutil.rmtree(out, ignore_errors=True)
+    renew(out)
     command = [sys.executable, "-m", "bench", "transport", *FLAGS, "--out", str(out)]
     done = subprocess.run(tethered(command), capture_output=True, text=True, errors="replace", check=False)
     records = out / "transport.jsonl"

@@ -17,7 +17,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from bench.corpus import build_corpus, write_model_config
+from bench.claimed import claim, claim_out, is_made, remove, renew
+from bench.corpus import MAX_POSITIONS, build_corpus, write_model_config
 from bench.stages import read_lines, teacher, train
 from examples.demo.memory import HIDDEN_SIZE, NUM_ROWS, VOCAB_SIZE, measure
 from examples.demo.report import Outcome, draw, summarize
@@ -25,6 +26,8 @@ from examples.demo.samples import continuations
 from examples.demo.split import split_held_out
 from ring.command import flag, parse, run
 from ring.core.errors import ConfigError
+from student.config import TrainConfig
+from transport.registry import load
 
 PROG = "demo"
 #: Calibrated on two CPU cores: a longer-trained teacher is a better one, but minutes are what a demo may take.
@@ -39,11 +42,21 @@ PATIENCE_S = 600
 #: Between two processes of one machine.
 TRANSPORTS = ("shm", "zmq", "ucx")
 PROMPT = "def read_config(path):\n    "
+#: What is written below --out.
+EMBEDDED_DIRECTORIES = ("corpus", "student", "teacher-shape", "teacher-run", "teacher.copy", "teacher")
+EMBEDDED_FILES = ("teacher-recipe.json", "teacher-run.log")
+OWN_DIRECTORIES = ("own-data",)
+STUDENT_DIRECTORIES = ("kd", "ce")
+FILES = (
+    *("kd.log", "ce.log", "teacher-serve.log", "teacher-serve.endpoint"),
+    *("report.png", "report.json", "summary.txt"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DemoConfig:
-    """Raises ConfigError on construction: some of teacher, student and data are given, but not all."""
+    """Raises ConfigError on construction: some of teacher, student and data are given, but not all; what the trainer
+    refuses; a transport that can't run here."""
 
     teacher: str | None = flag(None, "your own teacher instead of the demo's", metavar="DIR|ID")
     student: str | None = flag(None, "your own student instead of the demo's", metavar="DIR|ID")
@@ -73,6 +86,14 @@ class DemoConfig:
             raise ConfigError(
                 f"--transport {self.transport}: no transport of the demo; allowed: {', '.join(TRANSPORTS)}"
             )
+        load(self.transport)
+        if self.teacher is None and self.max_length > MAX_POSITIONS:
+            raise ConfigError(
+                f"--max-length {self.max_length}: the demo's models have positions for {MAX_POSITIONS} tokens"
+            )
+        # What the trainers would refuse is refused before anything is made for them.
+        nothing = Material(teacher="-", student="-", train=("-",), held_out=("-",), from_config=True)
+        parse(TrainConfig, student_arguments(self, nothing, Path(self.out)), prog=PROG, description="")
 
     @property
     def student_lr(self) -> float:
@@ -105,16 +126,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def demo(config: DemoConfig) -> None:
-    """Raises ConfigError: bad flags. Raises StageFailed: a process of the demo failed; its log is named."""
+    """Raises ConfigError: something in --out that the demo did not make. Raises StageFailed: a process of the demo
+    failed; its log is named."""
     started_s = time.monotonic()
     console = Console(markup=False, emoji=False)
     root = Path(config.out)
-    root.mkdir(parents=True, exist_ok=True)
+    claim_out(
+        root,
+        directories=(*STUDENT_DIRECTORIES, *(OWN_DIRECTORIES if config.teacher else EMBEDDED_DIRECTORIES)),
+        files=(*FILES, *(() if config.teacher else EMBEDDED_FILES)),
+    )
     with stage_progress(console) as progress:
         material = _own(config, root) if config.teacher else embedded_material(config, root, progress)
         kd_dir, ce_dir = root / "kd", root / "ce"
         for directory in (kd_dir, ce_dir):
-            shutil.rmtree(directory, ignore_errors=True)
+            renew(directory)
         common = student_arguments(config, material, root)
         _distil(config, material, common, kd_dir, progress)
         train(
@@ -172,21 +198,26 @@ def _distil(config: DemoConfig, material: Material, common: Sequence[str], out: 
 
 
 def embedded_material(config: DemoConfig, root: Path, progress: Progress) -> Material:
-    """The demo's own corpus, teacher and student; the teacher is trained once."""
+    """The demo's own corpus, teacher and student; the teacher is trained once. EMBEDDED_DIRECTORIES and EMBEDDED_FILES
+    of `root` are ours."""
     task = progress.add_task("corpus: the Python standard library's source", total=1)
+    claim(root / "corpus")
     corpus = build_corpus(root / "corpus")
     progress.update(task, completed=1)
     student_dir, teacher_dir, run_dir = root / "student", root / "teacher", root / "teacher-run"
+    claim(student_dir)
     write_model_config(student_dir, corpus, **STUDENT_SHAPE)
     recipe = {"shape": TEACHER_SHAPE, "steps": TEACHER_STEPS, "lr": TEACHER_LR, "tokens": SEQUENCE_TOKENS}
     marker = root / "teacher-recipe.json"
     same = marker.exists() and json.loads(marker.read_text()) == recipe
     if config.fresh or not same:
         for directory in (teacher_dir, run_dir):
-            shutil.rmtree(directory, ignore_errors=True)
+            remove(directory)
         marker.write_text(json.dumps(recipe))
-    if not teacher_dir.exists():
-        shape_dir = root / "teacher-shape"
+    if not is_made(teacher_dir):
+        shape_dir, copy_dir = root / "teacher-shape", root / "teacher.copy"
+        claim(shape_dir)
+        claim(run_dir)
         write_model_config(shape_dir, corpus, **TEACHER_SHAPE)
         arguments = [
             *("--student", str(shape_dir), "--from-config", "--kd-weight", "0", "--ce-weight", "1"),
@@ -196,8 +227,9 @@ def embedded_material(config: DemoConfig, root: Path, progress: Progress) -> Mat
             *("--checkpoint-every", "100", "--cache-dir", str(root / "cache")),
         ]
         train(arguments, out=run_dir, num_steps=TEACHER_STEPS, title="teacher, trained from scratch", progress=progress)
-        shutil.copytree(run_dir / "model", root / "teacher.copy", dirs_exist_ok=True)
-        (root / "teacher.copy").rename(teacher_dir)
+        renew(copy_dir)
+        shutil.copytree(run_dir / "model", copy_dir, dirs_exist_ok=True)
+        copy_dir.rename(teacher_dir)
     return Material(
         teacher=str(teacher_dir),
         student=str(student_dir),
@@ -211,6 +243,7 @@ def _own(config: DemoConfig, root: Path) -> Material:
     """The user's models and text; part of the text is held out."""
     assert config.teacher is not None
     assert config.student is not None
+    claim(root / "own-data")
     train_files, held_out = split_held_out(config.data, root / "own-data")
     return Material(
         teacher=config.teacher, student=config.student, train=train_files, held_out=held_out, from_config=False

