@@ -136,13 +136,14 @@ def _greet(link: Link, *, num_slots: int, slot_bytes: int, timeout_s: float) -> 
 
 @dataclass
 class _Outgoing:
-    """A put that was not acknowledged. `inline`: the payload travels in the announcement."""
+    """A put that is not complete. `transfers`: what must have left before the student can have all of it."""
 
     ticket: Ticket
     fill: FillId
     header: bytes
     sources: list[Part]
     transfers: list[Transfer] = field(default_factory=list)
+    is_acknowledged: bool = False  # before we knew that it had left
 
     @property
     def num_bytes(self) -> int:
@@ -150,6 +151,7 @@ class _Outgoing:
 
     @property
     def is_inline(self) -> bool:
+        """The payload travels in the announcement."""
         return self.num_bytes <= _INLINE_BYTES
 
     @property
@@ -177,6 +179,7 @@ class UcxSender(Sender):
         self._num_puts = 0
         self._outbox: deque[_Outgoing] = deque()  # not announced
         self._moving: deque[_Outgoing] = deque()  # announced, not read to the end
+        # Read to the end. An acknowledgement of any other put would free its sender's place, but not its memory.
         self._unacknowledged: dict[int, _Outgoing] = {}
         self._lost: str | None = None
         self._closed = False
@@ -198,7 +201,6 @@ class UcxSender(Sender):
                 )
             self._num_puts += 1
             outgoing = _Outgoing(Ticket(self._num_puts), fill, header, sources)
-            self._unacknowledged[outgoing.ticket.number] = outgoing
             self._outbox.append(outgoing)
             try:
                 self._flush()
@@ -218,7 +220,7 @@ class UcxSender(Sender):
                     if end is not None and not self._link.is_busy:
                         self._lose(f"the student is gone: {end}")
                     if self._lost is None:
-                        self._confirm()
+                        tickets += self._confirm()
                     if self._lost is None:
                         self._flush()
                 except TransportError as error:
@@ -230,7 +232,7 @@ class UcxSender(Sender):
 
     @property
     def unfinished(self) -> int:
-        return len(self._unacknowledged)
+        return len(self._outbox) + len(self._moving) + len(self._unacknowledged)
 
     def wait_fds(self) -> tuple[int, ...]:
         return () if self._closed else (self._link.fileno(),)
@@ -255,23 +257,35 @@ class UcxSender(Sender):
             outgoing = self._outbox.popleft()
             announcement = outgoing.announcement()
             assert len(announcement) <= MAX_CONTROL_BYTES
-            self._link.say(announcement)
+            said = self._link.say(announcement)
             if outgoing.is_inline:
-                continue
-            for part, source in enumerate(outgoing.sources):
-                tag = payload_tag(self._token, outgoing.fill, outgoing.num_bytes, part)
-                outgoing.transfers.append(self._link.send(as_bytes(source.tensor), tag=tag))
-            self._moving.append(outgoing)
+                outgoing.transfers.append(said)
+            else:
+                for part, source in enumerate(outgoing.sources):
+                    tag = payload_tag(self._token, outgoing.fill, outgoing.num_bytes, part)
+                    outgoing.transfers.append(self._link.send(as_bytes(source.tensor), tag=tag))
+            if outgoing.is_inline and not outgoing.is_moving:
+                self._unacknowledged[outgoing.ticket.number] = outgoing
+            else:
+                self._moving.append(outgoing)
 
-    def _confirm(self) -> None:
-        """Say which fills were read whole while their sources were there."""
+    def _confirm(self) -> list[Ticket]:
+        """Say which fills were read whole while their sources were there. Returns those that the student has already
+        acknowledged: of a short one it may hear before we hear that it has left."""
+        tickets: list[Ticket] = []
         for outgoing in [outgoing for outgoing in self._moving if not outgoing.is_moving]:
             self._moving.remove(outgoing)
             errors = [error for transfer in outgoing.transfers if (error := transfer.error()) is not None]
             if errors:
                 self._lose(f"{outgoing.fill} could not be sent: {errors[0]}")
-                return
-            self._link.say(TICKET.pack(KIND_SENT, outgoing.ticket.number))
+                break
+            if outgoing.is_acknowledged:
+                tickets.append(outgoing.ticket)
+                continue
+            if not outgoing.is_inline:
+                self._link.say(TICKET.pack(KIND_SENT, outgoing.ticket.number))
+            self._unacknowledged[outgoing.ticket.number] = outgoing
+        return tickets
 
     def _listen(self) -> list[Ticket]:
         said, offers = self._link.poll()
@@ -279,17 +293,28 @@ class UcxSender(Sender):
             self._link.drop(offer)
         tickets: list[Ticket] = []
         for message in said:
-            is_ticket = message[:1] == KIND_ACK and len(message) == TICKET.size
-            outgoing = self._unacknowledged.pop(TICKET.unpack(message)[1], None) if is_ticket else None
-            if outgoing is not None:
-                tickets.append(outgoing.ticket)
+            if message[:1] == KIND_ACK and len(message) == TICKET.size:
+                number = TICKET.unpack(message)[1]
+                outgoing = self._unacknowledged.pop(number, None)
+                if outgoing is not None:
+                    tickets.append(outgoing.ticket)
+                elif not self._acknowledge_early(number):
+                    self._lose("the student broke the protocol: it acknowledged what was not sent")
             elif message == KIND_GOODBYE:
                 self._lose("the student closed its end")
             else:
-                self._lose("the student broke the protocol: it acknowledged what was not sent, or worse")
+                self._lose("the student broke the protocol: it sent a message of no known kind")
             if self._lost is not None:
                 break
         return tickets
+
+    def _acknowledge_early(self, number: int) -> bool:
+        """False: no such put can have reached the student whole, or it was acknowledged before."""
+        for outgoing in self._moving:
+            if outgoing.ticket.number == number and outgoing.is_inline and not outgoing.is_acknowledged:
+                outgoing.is_acknowledged = True
+                return True
+        return False
 
     def _lose(self, reason: str) -> None:
         if self._lost is None:

@@ -115,10 +115,10 @@ class Link:
             except OSError as error:
                 raise TransportError(f"ucx: process {pid} can't be watched: {error}") from error
 
-    def say(self, message: bytes) -> None:
+    def say(self, message: bytes) -> Transfer:
         """Send a control message. Raises TransportError: the connection is broken."""
         assert len(message) <= MAX_CONTROL_BYTES
-        self.send(message, tag=self._other_tag)
+        return self.send(message, tag=self._other_tag)
 
     def send(self, memory: memoryview | bytes, *, tag: int) -> Transfer:
         assert self._connection is not None

@@ -42,6 +42,8 @@ from transport.zmq_link import (
 )
 
 _MAX_CHUNKS_A_POLL = 64  # some 25 ms: then the owner's other work has its turn
+#: Acknowledgements that wait for a teacher to read those before them: far more than it can have puts on their way.
+_MAX_UNREAD_ACKS = 4096
 #: What it is, and the payload of a chunk.
 _Message = tuple[bytes, memoryview | None]
 
@@ -148,6 +150,8 @@ class ZmqReceiver(Receiver):
                 is_gone = self._peer_is_gone()
                 is_drained = self._receive(arrivals)
                 self._send_acks()
+                if len(self._acks) > _MAX_UNREAD_ACKS:
+                    self._break(f"it does not read its acknowledgements, {len(self._acks)} of them")
                 if is_gone and is_drained:
                     self._lost = "the teacher's connection ended"
             self._link.settle(wants_room=bool(self._acks), has_news=self._lost is not None)
@@ -278,6 +282,15 @@ class ZmqReceiver(Receiver):
         return self._is_gone or (self._peer is not None and self._peer not in self._connections)
 
 
+@dataclass
+class _Outgoing:
+    """A put that was not handed to zmq as a whole. Holds its sources."""
+
+    ticket: Ticket
+    messages: Iterator[_Message]
+    message: _Message  # the next one
+
+
 class ZmqSender(Sender):
     """See Sender. Once close() returned, the link's context is gone, and with it whatever could still read a source."""
 
@@ -287,8 +300,9 @@ class ZmqSender(Sender):
         self._num_slots = num_slots
         self._slot_bytes = slot_bytes
         self._num_puts = 0
-        self._outbox: deque[Iterator[_Message]] = deque()  # of puts that were not handed to zmq as a whole
-        self._next_message: _Message | None = None  # of the first of them
+        self._outbox: deque[_Outgoing] = deque()
+        # Of puts that were handed to zmq as a whole. An acknowledgement of any other would free its sender's place, but
+        # not its memory.
         self._unacknowledged: set[int] = set()
         self._lost: str | None = None
         self._closed = False
@@ -303,8 +317,8 @@ class ZmqSender(Sender):
                 raise PeerLost(self._lost)
             self._num_puts += 1
             ticket = Ticket(self._num_puts)
-            self._unacknowledged.add(ticket.number)
-            self._outbox.append(_messages(ticket, fill, header, sources))
+            messages = _messages(ticket, fill, header, sources)
+            self._outbox.append(_Outgoing(ticket, messages, next(messages)))
             self._flush()
             self._link.settle(wants_room=bool(self._outbox))
             return ticket
@@ -328,7 +342,7 @@ class ZmqSender(Sender):
 
     @property
     def unfinished(self) -> int:
-        return len(self._unacknowledged)
+        return len(self._outbox) + len(self._unacknowledged)
 
     def wait_fds(self) -> tuple[int, ...]:
         return () if self._closed else (self._link.fileno(),)
@@ -340,7 +354,6 @@ class ZmqSender(Sender):
             self._closed = True
             self._link.close()
             self._outbox.clear()  # these hold the sources
-            self._next_message = None
             self._unacknowledged.clear()
 
     def _check_open(self, what: str) -> None:
@@ -350,14 +363,10 @@ class ZmqSender(Sender):
     def _flush(self) -> None:
         """Hand chunks to zmq while it has room."""
         for _ in range(_MAX_CHUNKS_A_POLL):
-            if self._next_message is None:
-                if not self._outbox:
-                    return
-                self._next_message = next(self._outbox[0], None)
-                if self._next_message is None:
-                    self._outbox.popleft()
-                    continue
-            meta, payload = self._next_message
+            if not self._outbox:
+                return
+            outgoing = self._outbox[0]
+            meta, payload = outgoing.message
             try:
                 if payload is None:
                     self._link.socket.send(meta, zmq.NOBLOCK)
@@ -367,7 +376,12 @@ class ZmqSender(Sender):
                     self._link.socket.send(payload, zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
-            self._next_message = None
+            following = next(outgoing.messages, None)
+            if following is None:
+                self._outbox.popleft()
+                self._unacknowledged.add(outgoing.ticket.number)
+            else:
+                outgoing.message = following
 
     def _take_acks(self) -> list[Ticket]:
         tickets: list[Ticket] = []

@@ -18,7 +18,7 @@ from ring.core.messages import Description, FillId
 from tests.transport.peers import HANG_GUARD_S, payload, wait_readable, while_serving
 from tests.transport.test_memory import few_descriptors
 from transport import zmq_tcp
-from transport.contract import Receiver, Sender
+from transport.contract import Receiver, Sender, Ticket
 from transport.memory import POISON_BYTE, SlotArena
 from transport.zmq_link import (
     ACK,
@@ -30,6 +30,7 @@ from transport.zmq_link import (
     KIND_CHUNK,
     MAGIC,
     Link,
+    bind,
     connect,
     tune_malloc,
 )
@@ -237,11 +238,15 @@ def test_a_student_that_goes_right_after_the_handshake_blocks_nobody() -> None:
 def rogue(receiver: Receiver) -> Iterator[Link]:
     """A link that has the token and was greeted, and then says what it likes."""
     link = Link()
+    let_in(link, receiver)
+    yield link
+    link.close()
+
+
+def let_in(link: Link, receiver: Receiver) -> None:
     endpoint = str(receiver.describe()["endpoint"])
     greeting = GREETING.pack(MAGIC, NUM_SLOTS, SLOT_BYTES)
     while_serving(receiver, lambda: connect(link, endpoint, receiver.describe(), greeting, timeout_s=HANG_GUARD_S))
-    yield link
-    link.close()
 
 
 def announce(ticket: int, fill: FillId, num_bytes: int, header: bytes = b"") -> bytes:
@@ -297,6 +302,70 @@ def test_an_acknowledgement_of_what_was_not_sent_ends_the_channel(arena: SlotAre
     receiver._link.socket.send(ACK.pack(5))
     expect_lost(sender)
     sender.close()
+
+
+def test_a_student_can_not_acknowledge_what_is_still_in_the_teachers_hands(
+    arena: SlotArena, receiver: Receiver
+) -> None:
+    """Else one that reads nothing and acknowledges everything would be sent more and more, all of it kept."""
+    sender = while_serving(receiver, lambda: open_sender(receiver.describe()))
+    source = payload(1, SLOT_BYTES)
+    num_puts = 20  # far more than zmq and the kernel take
+    for seq in range(num_puts):
+        sender.put(FillId(seq, 1, 0), header=b"", parts=[source])
+    while 1 not in sender._unacknowledged:
+        assert sender.poll() == []
+    receiver._link.socket.send(ACK.pack(1))  # it left, whatever became of it
+    receiver._link.socket.send(ACK.pack(num_puts))
+    assert [ticket.number for ticket in poll_until_news(sender)] == [1]
+    expect_lost(sender)
+    assert sender.unfinished == num_puts - 1
+    sender.close()
+
+
+def poll_until_news(sender: Sender) -> list[Ticket]:
+    while not (tickets := sender.poll()):
+        assert wait_readable(sender, timeout_s=HANG_GUARD_S), "nothing comes"
+    return tickets
+
+
+def test_an_acknowledgement_may_follow_right_after_the_last_chunk(arena: SlotArena, receiver: Receiver) -> None:
+    """However many chunks a turn of the teacher hands over, what has left whole is known to have left."""
+    sender = while_serving(receiver, lambda: open_sender(receiver.describe()))
+    for num_bytes in (0, 1, CHUNK_BYTES, CHUNK_BYTES + 1):
+        fill = FillId(num_bytes, 1, 0)
+        receiver.arm(fill, num_bytes=num_bytes)
+        ticket = sender.put(fill, header=b"", parts=[payload(1, num_bytes)])
+        assert [arrival.fill for arrival in receiver.wait(timeout_s=HANG_GUARD_S)] == [fill]
+        assert sender.unfinished == 1
+        assert poll_until_news(sender) == [ticket]
+    sender.close()
+
+
+def test_a_teacher_that_reads_no_acknowledgement_is_dropped(arena: SlotArena, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They wait in the student's memory, and nothing else bounds them: an unarmed fill of no bytes costs it nothing."""
+
+    def bind_with_little_room(link: Link, host: str) -> str:
+        link.socket.setsockopt(zmq.SNDBUF, 4096)  # of the kernel, or the test would take a minute
+        return bind(link, host)
+
+    monkeypatch.setattr(zmq_tcp, "bind", bind_with_little_room)
+    receiver = zmq_tcp.open_receiver(arena, bind_host="127.0.0.1")
+    rogue = Link()
+    rogue.socket.setsockopt(zmq.RCVBUF, 4096)
+    let_in(rogue, receiver)
+
+    def flood() -> None:
+        until_s = time.monotonic() + HANG_GUARD_S
+        while time.monotonic() < until_s:
+            with contextlib.suppress(zmq.Again):
+                rogue.socket.send(announce(1, FILL, 0), zmq.NOBLOCK)
+            assert receiver.poll() == []
+
+    with pytest.raises(PeerLost, match="does not read its acknowledgements, 4097 of them"):
+        flood()
+    rogue.close()
+    receiver.forget()
 
 
 # ---- the wire

@@ -15,18 +15,21 @@ import torch
 
 from ring.core.errors import ConfigError, DeadlineExceeded, PeerLost, RemoteProtocolError
 from ring.core.messages import FillId
-from tests.transport.peers import HANG_GUARD_S, Peer, payload, payload_digest, resources
+from tests.transport.peers import HANG_GUARD_S, Peer, payload, payload_digest, resources, while_serving
 from tests.ucx.conftest import REPOSITORY
 from transport import registry, ucx, ucx_library
+from transport.contract import Ticket
 from transport.devices import net_devices
 from transport.host import host_id
 from transport.memory import SlotArena
 from transport.ucx_link import (
     ANNOUNCE,
     GREETING,
+    KIND_ACK,
     KIND_ANNOUNCE,
     KIND_GREETING,
     MAGIC,
+    TICKET,
     TO_STUDENT,
     TO_TEACHER,
     WHO,
@@ -225,6 +228,71 @@ def test_slots_of_another_size_are_refused(channel: tuple[SlotArena, UcxReceiver
         receiver.wait(timeout_s=HANG_GUARD_S)
     with pytest.raises(RemoteProtocolError, match="greeting"):
         peer.result()
+
+
+def open_here(channel: tuple[SlotArena, UcxReceiver]) -> ucx.UcxSender:
+    """The teacher of a channel whose student is in this process too."""
+    arena, receiver = channel
+    return while_serving(
+        receiver,
+        lambda: ucx.open_sender(receiver.describe(), num_slots=2, slot_bytes=arena.slot_bytes, timeout_s=HANG_GUARD_S),
+    )
+
+
+def poll_until_lost(sender: ucx.UcxSender, receiver: UcxReceiver) -> None:
+    """While the student says what it has to say, and takes nothing in."""
+    deadline_s = time.monotonic() + HANG_GUARD_S
+    while time.monotonic() < deadline_s:
+        assert sender.poll() == []
+        receiver._link._open_worker().progress(budget_s=1e-3)
+    raise AssertionError("the sender goes on")
+
+
+@pytest.mark.parametrize("number", [1, 4, 5], ids=["not fetched", "not announced", "never put"])
+def test_a_student_can_not_acknowledge_what_it_did_not_fetch(
+    channel: tuple[SlotArena, UcxReceiver], number: int
+) -> None:
+    """Else one that fetches nothing and acknowledges everything would be sent more and more, all of it kept."""
+    receiver = channel[1]
+    sender = open_here(channel)
+    source = payload(1, MIB)
+    for seq in range(4):
+        sender.put(FillId(seq, 1, 0), header=b"", parts=[source])
+    receiver._link.say(TICKET.pack(KIND_ACK, number))
+    with pytest.raises(PeerLost, match="acknowledged what was not sent"):
+        poll_until_lost(sender, receiver)
+    assert sender.unfinished == 4
+    sender.close()
+
+
+def test_a_short_put_that_has_not_left_is_complete_only_when_it_has(channel: tuple[SlotArena, UcxReceiver]) -> None:
+    receiver = channel[1]
+    sender = open_here(channel)
+    source = payload(1, 4096)
+    tickets: list[Ticket] = []
+    while len(sender._moving) < 2:  # UCX takes a bounded number of them at a time
+        tickets.append(sender.put(FillId(len(tickets), 1, 0), header=b"", parts=[source]))
+    late = sender._moving[0].ticket
+    receiver._link.say(TICKET.pack(KIND_ACK, late.number))
+    deadline_s = time.monotonic() + HANG_GUARD_S
+    while not sender._moving[0].is_acknowledged:
+        assert sender.poll() == []
+        assert time.monotonic() < deadline_s
+    assert sender.unfinished == len(tickets)
+    done: list[Ticket] = []
+
+    def read() -> None:
+        while time.monotonic() < deadline_s:
+            receiver.poll()
+            done.extend(sender.poll())
+
+    # The student acknowledges it again when it has read it; that ends the channel, which either side may see first.
+    with pytest.raises(PeerLost):
+        read()
+    with pytest.raises(PeerLost, match="acknowledged what was not sent"):
+        sender.poll()
+    assert sorted(ticket.number for ticket in done) == list(range(1, late.number + 1))
+    sender.close()
 
 
 def test_more_parts_than_an_announcement_has_room_for_arrive_as_one(peer: Peer) -> None:
