@@ -114,9 +114,17 @@ class LocalReceiver(Receiver):
         channel = self._channel
         with channel.lock:
             channel.armed.discard(fill)
+            self._withdraw(fill)
             if channel.writing == fill:
                 channel.pending.add(fill)
             return Fence.PENDING if fill in channel.pending else Fence.FENCED
+
+    def _withdraw(self, fill: FillId) -> None:
+        """It became whole before it was given up, and nobody was told yet. Call with the lock held."""
+        arrivals = self._channel.arrivals
+        kept = deque(arrival for arrival in arrivals if arrival.fill != fill)
+        self._channel.dropped += len(arrivals) - len(kept)
+        self._channel.arrivals = kept
 
     def poll(self) -> list[Arrival]:
         channel = self._channel

@@ -65,6 +65,31 @@ def test_t9_a_payload_that_was_given_up_is_not_reported(
     assert receiver.disarm(FillId(9, 9, 1)) is Fence.FENCED  # never heard of
 
 
+@pytest.mark.parametrize("refused", [False, True])
+def test_t9_a_fill_that_was_given_up_after_it_was_whole_is_not_reported(
+    peer: Peer, make_receiver: MakeReceiver, backend: str, refused: bool
+) -> None:
+    """Whole, but not polled yet: its slot may carry the next fill as soon as the fence says so."""
+    arena, receiver = make_receiver(num_slots=2, slot_bytes=4096)
+    peer.connect_to(receiver, arena, backend)
+    given_up, wanted = FillId(1, 1, 0), FillId(2, 1, 1)
+    receiver.arm(given_up, num_bytes=100)
+    receiver.arm(wanted, num_bytes=100)
+    peer.call("put", given_up, 100)
+    wait_until_readable(receiver)
+    fence = receiver.disarm(given_up, refused=refused)
+    assert fence is Fence.FENCED or not refused
+    if fence is Fence.FENCED:  # the next fill of that slot comes where the last one is
+        wanted_too = FillId(3, 1, 0)
+        receiver.arm(wanted_too, num_bytes=100)
+        peer.start("put", wanted_too, 100)
+        assert receive(receiver, arena) == [sent(wanted_too, 100)]
+    peer.start("put", wanted, 100)
+    assert receive(receiver, arena) == [sent(wanted, 100)]
+    assert receiver.dropped == 1
+    assert receiver.poll_fenced() == ([given_up] if fence is Fence.PENDING else [])
+
+
 @pytest.mark.parametrize("asked_first", [True, False])
 def test_t9_a_fill_that_the_teacher_refused_is_fenced_at_once(
     peer: Peer, make_receiver: MakeReceiver, backend: str, asked_first: bool
@@ -115,6 +140,10 @@ def test_t9_what_was_armed_at_close_is_fenced_once_the_teacher_let_go(
     assert sorted(fenced) == fills
     assert receiver.poll_fenced() == []
     assert receiver.wait_fds() == ()
+
+
+def wait_until_readable(receiver: Receiver) -> None:
+    assert wait_readable(receiver, timeout_s=HANG_GUARD_S)
 
 
 # ---- T10 capabilities ----------------------------------------------------------------------------------------------
