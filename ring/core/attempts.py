@@ -117,6 +117,13 @@ class Attempts:
         self.fleet.move(replica, ReplicaEvent.STALL)
         self.stalls.start(replica.name, now_s)
 
+    def lose(self, replica: Replica, now_s: float, actions: list[Action]) -> None:
+        """The replica's channel is gone, by no doing of ours: where it owed answers that is a failure. A data path that
+        breaks with each payload would keep requests from other replicas for ever else."""
+        if replica.in_flight:
+            self.fleet.failed(replica, spent_s=_owed_s(replica, now_s), now_s=now_s, can_be_death=True)
+        self.disconnect(replica, actions)
+
     def disconnect(self, replica: Replica, actions: list[Action]) -> None:
         """The replica's channel is gone or going: all that it has is given up."""
         for entry in tuple(replica.in_flight.values()):
@@ -138,11 +145,12 @@ class Attempts:
 
     def on_timer(self, now_s: float, actions: list[Action]) -> None:
         """Do what is due, at exactly its time or later."""
+        self._excuse(now_s)
         while (name := self.silences.pop_due(now_s)) is not None:
             silent = self.known(name)
             if silent.in_flight:
                 # Small messages may pass where large ones never do: it greets and is asked again and again.
-                self.fleet.failed(silent, spent_s=self._config.peer_timeout_s, now_s=now_s)
+                self.fleet.failed(silent, spent_s=_owed_s(silent, now_s), now_s=now_s)
             self.drop(silent, f"not heard from for {self._config.peer_timeout_s:g} s", actions)
         while (fill := self.deadlines.pop_due(now_s)) is not None:
             overdue = self.requests.in_flight(fill)
@@ -157,6 +165,15 @@ class Attempts:
         for entry in self.requests.waiting():
             if entry.retry_at_s is not None and now_s >= entry.retry_at_s:
                 entry.forgive()
+
+    def _excuse(self, now_s: float) -> None:
+        """Time in which this side did not look (it was stopped, or its machine suspended) is held against nobody: no
+        ping was open then that a replica could have answered."""
+        ping_s = self.pings.first_s()
+        if ping_s is None or now_s - ping_s < self._config.peer_timeout_s / 2:
+            return
+        for deadlines in (self.deadlines, self.stalls, self.silences):
+            deadlines.put_off(now_s - ping_s)
 
     def known(self, name: str) -> Replica:
         replica = self.fleet.get(name)
@@ -177,3 +194,8 @@ class Attempts:
         request = Request(fill=fill, payload=entry.payload, time_left_s=self._config.request_timeout_s)
         actions.append(Send(replica.name, request))
         return True
+
+
+def _owed_s(replica: Replica, now_s: float) -> float:
+    """For how long it has owed its oldest answer."""
+    return now_s - min(entry.sent_s for entry in replica.in_flight.values())

@@ -27,6 +27,11 @@ class Deadlines(Generic[K]):
         self._deadline_s[key] = now_s + self._period_s
         self._deadline_s.move_to_end(key)
 
+    def put_off(self, by_s: float) -> None:
+        """All of them."""
+        for key in self._deadline_s:
+            self._deadline_s[key] += by_s
+
     def stop(self, key: K) -> None:
         self._deadline_s.pop(key, None)
 

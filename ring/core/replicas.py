@@ -80,14 +80,17 @@ class Load:
 
 @dataclass(kw_only=True)
 class Replica:
-    """One replica over all its lives. `num_failures`: since its last accepted fill; one with any is still tried, but
-    does not count as a teacher that serves the run. `num_strikes`: failures close upon each other, whatever it filled
+    """One replica over all its lives. `num_failures`: since its last accepted fill; one with any is still tried.
+    `serves`: there are none, or they can have been deaths of its process (`only_died`) and it has another now: so it
+    counts as a teacher that serves the run. `num_strikes`: failures close upon each other, whatever it filled
     between them; they lengthen the pause until `trial_s`."""
 
     name: str
     state: ReplicaState = ReplicaState.DOWN
     epoch: str | None = None
     num_failures: int = 0
+    serves: bool = True
+    only_died: bool = True
     num_strikes: int = 0
     strikes_until_s: float = float("-inf")  # a failure after that is the first again
     trial_s: float = float("-inf")
@@ -143,7 +146,7 @@ class Fleet:
     def __init__(self) -> None:
         self._replicas: dict[str, Replica] = {}
         self._num_usable = 0
-        self._num_serving = 0  # usable and proven
+        self._num_serving = 0
         self._stalled: dict[str, Replica] = {}
         self._doubted: dict[str, Replica] = {}  # usable, not proven
         self._trials: list[tuple[float, str]] = []  # (trial_s, name) of the idle ones of these; sorted
@@ -193,6 +196,7 @@ class Fleet:
         held against it but that it has not served yet."""
         replica.load = Load()
         if epoch != replica.epoch:
+            replica.serves |= replica.only_died
             replica.num_strikes, replica.trial_s = 0, float("-inf")
         replica.epoch = epoch
         replica.crc_errors_in_a_row = 0
@@ -200,12 +204,15 @@ class Fleet:
         self.ever_joined = True
         self.move(replica, ReplicaEvent.JOIN)
 
-    def failed(self, replica: Replica, *, spent_s: float, now_s: float) -> None:
-        """It missed a deadline, fell silent while it was asked, answered wrongly, or refused, which cost `spent_s`.
+    def failed(self, replica: Replica, *, spent_s: float, now_s: float, can_be_death: bool = False) -> None:
+        """It missed a deadline, fell silent or broke its connection while it was asked, answered wrongly, or refused,
+        which cost `spent_s`.
 
         While others serve, it is not tried again for 0, 1, 3, 7 ... times that, at most 20 times."""
         self._unlist(replica)
         replica.num_failures += 1
+        replica.serves = False
+        replica.only_died &= can_be_death
         replica.num_strikes = 1 if now_s > replica.strikes_until_s else min(replica.num_strikes + 1, 16)
         pause_s = spent_s * min(2.0 ** (replica.num_strikes - 1) - 1.0, MAX_PAUSE_FACTOR)
         replica.trial_s = max(replica.trial_s, now_s + pause_s)
@@ -216,7 +223,7 @@ class Fleet:
     def proved(self, replica: Replica) -> None:
         """A fill of it was accepted."""
         self._unlist(replica)
-        replica.num_failures = 0
+        replica.num_failures, replica.serves, replica.only_died = 0, True, True
         self._list(replica)
 
     def dispatched(self, replica: Replica, fill: FillId, entry: Entry) -> None:
@@ -306,12 +313,12 @@ class Fleet:
         if replica.state is not ReplicaState.UP:
             return
         self._num_usable += 1
+        self._num_serving += replica.serves
         if not replica.proven:
             self._doubted[replica.name] = replica
             if not replica.in_flight:
                 bisect.insort(self._trials, (replica.trial_s, replica.name))
             return
-        self._num_serving += 1
         rate_s = replica.load.seconds_per_token
         if rate_s is not None and not replica.stale:
             self._rates_s += rate_s
@@ -328,12 +335,12 @@ class Fleet:
         if replica.state is not ReplicaState.UP:
             return
         self._num_usable -= 1
+        self._num_serving -= replica.serves
         if not replica.proven:
             del self._doubted[replica.name]
             if not replica.in_flight:
                 del self._trials[bisect.bisect_left(self._trials, (replica.trial_s, replica.name))]
             return
-        self._num_serving -= 1
         rate_s = replica.load.seconds_per_token
         if rate_s is not None and not replica.stale:
             self._num_rates -= 1

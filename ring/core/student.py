@@ -144,7 +144,7 @@ class StudentMachine:
         gone.last_error = error
         actions: list[Action] = []
         if gone.connected:
-            self._attempts.disconnect(gone, actions)
+            self._attempts.lose(gone, self._now_s, actions)
         return self._settle(actions)
 
     def heard(self, replica: str, *, now_s: float) -> None:

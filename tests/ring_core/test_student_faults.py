@@ -207,6 +207,32 @@ def test_nothing_is_said_to_a_replica_that_is_down() -> None:
     assert ring.log[before:] == []
 
 
+@pytest.mark.parametrize("slept_s", [7.0, 3600.0])
+def test_time_in_which_this_side_slept_is_held_against_nobody(slept_s: float) -> None:
+    """It was stopped, or its machine suspended: no ping was open that a replica could have answered."""
+    ring = Driver(peer_timeout_s=5.0, request_timeout_s=60.0, ping_interval_s=1.0)
+    ring.up("a")
+    ring.up("b")
+    ring.submit(0, 1)
+    ring.wait(0.5)
+    ring.now_s += slept_s
+    actions = ring.do(ring.machine.on_timer(now_s=ring.now_s))
+    assert [a.replica for a in actions if isinstance(a, SendPing)] == ["a", "b"]
+    assert len(actions) == 2, "nothing is given up"
+    ring.machine.heard("a", now_s=ring.now_s)
+    actions = ring.wait(5.0, heard=False)
+    assert dropped(actions) == ["b", "a"], "and from then on silence counts"
+
+
+def test_a_turn_that_comes_a_little_late_puts_nothing_off() -> None:
+    ring = Driver(peer_timeout_s=5.0, ping_interval_s=1.0)
+    ring.up("a")
+    for _ in range(3):
+        ring.now_s += 1.0 + 2.4
+        ring.do(ring.machine.on_timer(now_s=ring.now_s))
+    assert dropped(ring.log) == ["a"]
+
+
 # ---- refusals --------------------------------------------------------------------------------------------------
 
 

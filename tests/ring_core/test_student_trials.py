@@ -44,6 +44,20 @@ def answers_wrongly(ring: Driver, fill: FillId) -> None:
     ring.up("bad", epoch="one process")
 
 
+def breaks_off(ring: Driver, fill: FillId) -> None:
+    """Its connection ends whenever it is to move a payload."""
+    ring.wait(0.1)
+    ring.down("bad")
+    ring.up("bad", epoch="one process")
+
+
+def falls_silent(ring: Driver, fill: FillId) -> None:
+    """It answers pings for a while after it was asked."""
+    ring.wait(0.9 * TIMEOUT_S)
+    ring.down("bad", error="not heard from")
+    ring.up("bad", epoch="one process")
+
+
 def trials(ring: Driver, fail: Callable[[Driver, FillId], None], *, duration_s: float, step_s: float) -> list[float]:
     """When a new request was asked of the bad replica, while the good one answers all it is asked at once."""
     when_s = []
@@ -61,14 +75,18 @@ def trials(ring: Driver, fail: Callable[[Driver, FillId], None], *, duration_s: 
     return when_s
 
 
-def test_one_that_never_answers_is_tried_after_longer_and_longer_pauses() -> None:
-    when_s = trials(ring_of_two(), never_answers, duration_s=1200.0, step_s=0.5)
-    pauses_s = [after - before - TIMEOUT_S for before, after in pairwise(when_s)]
-    for pause_s, times in zip(pauses_s, (0, 1, 3, 7, 15, 20, 20, 20, 20), strict=True):
-        assert times * TIMEOUT_S <= pause_s <= times * TIMEOUT_S + 1.0
+@pytest.mark.parametrize(("fail", "cost_s"), [(never_answers, TIMEOUT_S), (falls_silent, 0.9 * TIMEOUT_S)])
+def test_one_that_never_answers_is_tried_after_longer_and_longer_pauses(
+    fail: Callable[[Driver, FillId], None], cost_s: float
+) -> None:
+    when_s = trials(ring_of_two(), fail, duration_s=130 * cost_s, step_s=0.5)
+    pauses_s = [after - before - cost_s for before, after in pairwise(when_s)]
+    for pause_s, times in zip(pauses_s, (0, 1, 3, 7, 15, 20, 20, 20, 20)[: len(pauses_s)], strict=True):
+        assert times * cost_s <= pause_s <= times * cost_s + 1.0
+    assert len(pauses_s) >= 8
 
 
-@pytest.mark.parametrize("fail", [fails_its_passes, answers_wrongly])
+@pytest.mark.parametrize("fail", [fails_its_passes, answers_wrongly, breaks_off])
 def test_one_that_fails_at_once_costs_a_twentieth_of_the_time_too(fail: Callable[[Driver, FillId], None]) -> None:
     when_s = trials(ring_of_two(), fail, duration_s=40.0, step_s=0.02)
     assert 40.0 / (22 * 0.1) <= len(when_s) <= 40.0 / (21 * 0.1) + 6  # the first six follow closer upon each other
@@ -162,3 +180,60 @@ def test_what_was_known_of_its_speed_before_it_failed_does_not_count() -> None:
     ring.wait(5.0)
     ring.fill_all()
     assert ring.machine.stats(now_s=ring.now_s).replicas[0].seconds_per_token == pytest.approx(0.5)
+
+
+def test_silence_costs_what_the_request_waited_for_it() -> None:
+    """A replica that answers pings for long and then falls silent has cost more than the silence."""
+    ring = Driver(depth=2, num_spares=2, request_timeout_s=100.0, peer_timeout_s=5.0, teacher_timeout_s=1e6)
+    ring.up("good")
+    ring.up("bad", epoch="one process")
+    for _ in range(2):
+        ring.submit(len(ring.submitted), len(ring.submitted) + 1)
+        ring.fill(asked_of(ring, "good"))
+        ring.wait(50.0)
+        for _ in range(20):
+            ring.wait(0.25, heard=False)
+            ring.machine.heard("good", now_s=ring.now_s)
+        ring.up("bad", epoch="one process")
+        ring.fill_all()
+        ring.consume()
+    tried_s = ring.now_s
+    while ring.sends(ring.submit(len(ring.submitted)))[0][0] == "good":
+        ring.fill_all()
+        ring.consume()
+        ring.wait(0.5)
+    assert 55.0 - 1.0 <= ring.now_s - tried_s <= 55.0 + 1.0
+
+
+def test_replicas_that_break_off_for_ever_cannot_keep_a_request_from_an_honest_one() -> None:
+    ring = Driver(depth=1, teacher_timeout_s=60.0)
+    for name in ("a", "b", "honest"):
+        ring.up(name, epoch=name)
+    ring.submit(0)
+    for _ in range(10):
+        name = next(name for name, _ in ring.asked.values())
+        if name == "honest":
+            break
+        ring.down(name)
+        ring.wait(0.25)
+        ring.up(name, epoch=name)
+    ring.fill_all()
+    assert ring.consume() == [0]
+
+
+@pytest.mark.parametrize("is_new", [False, True], ids=["its connection broke", "its process died"])
+def test_a_replica_that_breaks_off_over_every_request_does_not_put_the_end_off(is_new: bool) -> None:
+    """One whose process is another each time is believed to serve while it is up; its absence adds up."""
+    ring = Driver(teacher_timeout_s=60.0, peer_timeout_s=1e6)
+    ring.up("bad", epoch="0")
+    ring.submit(0)
+    lives = 0
+    while ring.ended is None and lives < 100:
+        ring.wait(20.0)
+        ring.down("bad")
+        lives += 1
+        ring.wait(5.0)
+        if ring.ended is None:
+            ring.up("bad", epoch=str(lives if is_new else 0))
+    assert ring.ended is not None
+    assert lives == (12 if is_new else 4)

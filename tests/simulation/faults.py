@@ -122,6 +122,9 @@ class Faults:
             case FaultKind.FAILING_REPLICA:
                 life.fails = True
                 ends(lambda: setattr(life, "fails", False))
+            case FaultKind.BREAKING_REPLICA:
+                life.breaks = True
+                ends(lambda: setattr(life, "breaks", False))
 
     def _doom(self) -> None:
         kind = self._world.scenario.doom

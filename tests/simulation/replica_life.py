@@ -78,6 +78,7 @@ class ReplicaLife(Process):
         self.slowness = 1.0
         self.lies = False
         self.fails = False
+        self.breaks = False
         self.machine = TeacherMachine(
             TeacherConfig(
                 max_batch_tokens=scenario.max_batch_tokens,
@@ -136,6 +137,8 @@ class ReplicaLife(Process):
             case Offer() if guest is not None and guest.offer is None:
                 guest.offer = message
                 self.later(0.001, lambda: self._join(guest), source="opener")
+            case Request() if guest is not None and guest.offer is not None and self.breaks:
+                self.later(self.world.scenario.breaks_after_s, lambda: self._break(guest), source="breaking")
             case Request() if guest is not None and guest.offer is not None:
                 self._actions += self.machine.request(name, message, now_s=now_s)
             case Cancel() if guest is not None and guest.offer is not None:
@@ -221,6 +224,10 @@ class ReplicaLife(Process):
             # It may be in the middle of a copy, which ends it, or the death of this process does.
             self._closing = [*(sender for sender in self._closing if sender.busy), guest.connection.sender]
         self._actions += self.machine.student_left(name, now_s=self.clock.now_s)
+
+    def _break(self, guest: Guest) -> None:
+        if self.guests.get(guest.connection.name) is guest:
+            self._drop(guest.connection.name, "its connection breaks", say=False)
 
     def _leave(self) -> None:
         self.world.met["replica drained"] += 1

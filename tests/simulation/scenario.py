@@ -23,6 +23,7 @@ class FaultKind(enum.Enum):
     SLOW_REPLICA = "slow replica"
     LYING_REPLICA = "lying replica"  # its next answers are wrong, one each way that there is
     FAILING_REPLICA = "failing replica"  # its forward passes raise
+    BREAKING_REPLICA = "breaking replica"  # its connection ends some time after it was asked, which it never answers
     DRAIN_REPLICA = "drain replica"  # a new life for_s after the drain began
     OTHER_MODEL = "other model"  # restarted with another fingerprint, then with the right one
     CRASH_STUDENT = "crash student"  # resumes after for_s
@@ -45,6 +46,8 @@ DOOMS = (
     FaultKind.CUT_TO_STUDENT,
     FaultKind.CUT_TO_REPLICA,
 )
+#: What may happen in any scenario. The other kind has scenarios of its own, so that seeds mean what they always did.
+ANYWHERE = tuple(kind for kind in FaultKind if kind is not FaultKind.BREAKING_REPLICA)
 FOREVER_S = 1e9
 MAX_TOKENS = 40  # of a microbatch
 
@@ -110,6 +113,7 @@ class Scenario:
     doomed: tuple[int, ...] = ()
     doom_s: float = FOREVER_S
     revival_s: float = FOREVER_S
+    breaks_after_s: float = 0.0  # a breaking replica, after it was asked
 
     @property
     def num_students(self) -> int:
@@ -158,6 +162,7 @@ def scenario(seed: int) -> Scenario:
         3: _stopped_with_few_spares,
         5: _refusals_again,
         7: _one_honest_replica,
+        8: _one_that_does_not_break,
         9: _slow_writes,
     }
     hard = kinds.get(seed % 10)
@@ -260,6 +265,23 @@ def _one_honest_replica(what: Scenario, rng: Random) -> Scenario:
     )
 
 
+def _one_that_does_not_break(what: Scenario, rng: Random) -> Scenario:
+    """The connections of all others end some time after they were asked, for ever, and are back at once."""
+    num_replicas = rng.randint(2, 4)
+    plans = [_replica(rng, i, rng.choice((Style.TCP, Style.RDMA)), True) for i in range(num_replicas)]
+    breaking = _doomed_for_good(
+        what,
+        FaultKind.BREAKING_REPLICA,
+        num_doomed=num_replicas - 1,
+        replicas=tuple(dataclasses.replace(plan, starts_s=0.0) for plan in plans),
+        doom_s=0.0,
+        depth=rng.choice((1, 1, 2)),
+    )
+    breaking = _within_deadlines(breaking)
+    late_s = rng.uniform(0.7, 0.9) * breaking.request_timeout_s
+    return dataclasses.replace(breaking, breaks_after_s=rng.choice((0.0, 0.05, late_s, late_s)))
+
+
 def _doomed_for_good(what: Scenario, doom: FaultKind, *, num_doomed: int, **changes: Any) -> Scenario:
     return dataclasses.replace(
         what,
@@ -360,7 +382,7 @@ def _replica(rng: Random, number: int, style: Style, crc: bool) -> ReplicaPlan:
 
 def _faults(what: Scenario, rng: Random) -> tuple[Fault, ...]:
     """Of some kinds, while there is work; each makes it longer."""
-    kinds = rng.sample(tuple(FaultKind), rng.randint(1, len(FaultKind)))
+    kinds = rng.sample(ANYWHERE, rng.randint(1, len(ANYWHERE)))
     num_faults = rng.choice((0, 3, 8, 16, 30))
     end_s = min(what.doom_s, what.busy_s + num_faults)
     faults = [
