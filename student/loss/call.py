@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -18,6 +19,8 @@ from student.loss.rows import Rows, resolve_rows
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+LABEL_OUTSIDE = "labels: one lies outside of the vocabulary's real columns; allowed: a real column or ignore_index"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,8 +107,18 @@ class DistillationLoss(ABC):
         elif teacher_hidden is None or teacher_head is None:
             raise ValueError("teacher_hidden and teacher_head: got None; allowed: only with kd_weight=0")
         else:
-            _check_teacher(teacher_hidden, teacher_head, teacher_row_scale, student_hidden)
+            _check_teacher(teacher_hidden, teacher_head, teacher_row_scale)
         _check_student(student_hidden, student_head, labels, row_weights, options)
+        _check_devices(
+            student_hidden.device,
+            **_tensors_of("student", student_head),
+            teacher_hidden=teacher_hidden,
+            teacher_row_scale=teacher_row_scale,
+            **_tensors_of("teacher", teacher_head),
+            labels=labels,
+            row_index=row_index,
+            row_weights=row_weights,
+        )
         check_pair(student_head, teacher_head or student_head, sharded=vocab_group is not None)
         rows = resolve_rows(
             num_rows_given=student_hidden.shape[0],
@@ -129,7 +142,7 @@ class DistillationLoss(ABC):
                 rows=rows,
                 row_weights=row_weights,
                 teacher_row_scale=teacher_row_scale,
-                divisor=_divisor(num_rows, rows.count if counts is None else sum(counts)),
+                divisor=_divisor(num_rows, rows.count if counts is None else sum(counts), student_hidden),
                 vocab_group=vocab_group,
                 group_rows=counts,
             )
@@ -165,13 +178,34 @@ def _checked_group_rows(
     return tuple(group_rows)
 
 
-def _divisor(num_rows: int | float | Tensor | None, count: int) -> float | Tensor:
-    """What the sums are divided by; never 0, so that a step without rows gives 0 and not NaN."""
+def refuse_if(bad: Tensor, message: str) -> None:
+    """Raise ValueError if any is bad, without a wait: on CUDA the device asserts, as torch's own losses do."""
+    try:
+        torch._assert_async(~bad.any(), message)
+    except RuntimeError as error:
+        raise ValueError(message) from error
+
+
+def _divisor(num_rows: int | float | Tensor | None, count: int, hidden: Tensor) -> float | Tensor:
+    """What the sums are divided by; 1 in place of 0, so that a step without rows gives 0 and not NaN. A tensor comes in
+    the working dtype: a quotient with a count as it is would be of float32, in float64 as well."""
     if isinstance(num_rows, Tensor):
-        return num_rows.detach().clamp(min=1)
-    if num_rows is not None and num_rows < 0:
-        raise ValueError(f"num_rows: got {num_rows}; allowed: 0 and more")
-    return float(max(count if num_rows is None else num_rows, 1))
+        if num_rows.numel() != 1 or num_rows.device not in (hidden.device, torch.device("cpu")):
+            raise ValueError(
+                f"num_rows: got {tuple(num_rows.shape)} on {num_rows.device}; allowed: a number, or a tensor of one on "
+                f"{hidden.device} or cpu"
+            )
+        wide = num_rows.detach().reshape(()).to(work_dtype(hidden))
+        refuse_if(~(wide.isfinite() & (wide >= 0)), "num_rows: not a number of 0 or more; allowed: finite, 0 and more")
+        return torch.where(wide == 0, 1.0, wide)
+    if num_rows is not None and not (math.isfinite(num_rows) and num_rows >= 0):
+        raise ValueError(f"num_rows: got {num_rows}; allowed: finite, 0 and more")
+    return float((count if num_rows is None else num_rows) or 1)
+
+
+def work_dtype(hidden: Tensor) -> torch.dtype:
+    """What statistics, sums and the gradient of the head are kept in."""
+    return torch.float64 if hidden.dtype == torch.float64 else torch.float32
 
 
 def _check_student(
@@ -182,7 +216,7 @@ def _check_student(
             f"student_hidden: got {hidden.dtype} {tuple(hidden.shape)}; allowed: bf16, fp16, fp32 or fp64 [N, Hs]"
         )
     _check_width("student", hidden, head)
-    wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    wide = work_dtype(hidden)
     if head.main_grad is not None and head.main_grad.dtype != wide:
         raise ValueError(f"main_grad: got {head.main_grad.dtype}; allowed with {hidden.dtype} states: {wide}")
     num_rows = hidden.shape[0]
@@ -194,18 +228,28 @@ def _check_student(
         raise ValueError(f"row_weights: got {tuple(row_weights.shape)}; allowed: [{num_rows}]")
 
 
-def _check_teacher(hidden: Tensor, head: Head, row_scale: Tensor | None, student_hidden: Tensor) -> None:
+def _check_teacher(hidden: Tensor, head: Head, row_scale: Tensor | None) -> None:
     if hidden.dim() != 2 or not hidden.is_floating_point():
         raise ValueError(
             f"teacher_hidden: got {hidden.dtype} {tuple(hidden.shape)}; allowed: a floating [N, Ht] or [R, Ht]"
         )
     _check_width("teacher", hidden, head)
-    if hidden.device != student_hidden.device:
-        raise ValueError(
-            f"teacher_hidden: on {hidden.device}, the student's states on {student_hidden.device}; allowed: equal"
-        )
     if row_scale is not None and row_scale.shape != hidden.shape[:1]:
         raise ValueError(f"teacher_row_scale: got {tuple(row_scale.shape)}; allowed: [{hidden.shape[0]}]")
+
+
+def _tensors_of(side: str, head: Head | None) -> dict[str, Tensor | None]:
+    if head is None:
+        return {}
+    return {f"{side} head {name}": getattr(head, name) for name in ("weight", "bias", "main_grad")}
+
+
+def _check_devices(device: torch.device, **tensors: Tensor | None) -> None:
+    """Refuse what lies elsewhere than the student's states: on `meta` (weights that a loader has put aside) torch would
+    compute with whatever the memory of a result happens to hold."""
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.device != device:
+            raise ValueError(f"{name}: on {tensor.device}, the student's states on {device}; allowed: the same device")
 
 
 def _check_width(side: str, hidden: Tensor, head: Head) -> None:

@@ -115,7 +115,8 @@ def _skew_reverse_kl(ratio_BC: Tensor, scratch: tuple[Tensor, ...], mix: float) 
 
 def _tvd(ratio_BC: Tensor, scratch: tuple[Tensor, ...], mix: float) -> Terms:
     # sum |p_s - p_t| / 2 = sum sign(-rho) (p_s - p_t) / 2; a = sign(-rho) / 2.
-    sign_BC = ratio_BC.sign_()
+    # torch's own sign of NaN is 0: a broken row would get a gradient of zeros, and train on unnoticed.
+    sign_BC = ratio_BC.mul_(torch.finfo(ratio_BC.dtype).max).clamp_(-1.0, 1.0)
     student = Scaled(sign_BC, -0.5)
     return Terms(student=student, teacher=Scaled(sign_BC, 0.5), slope=student)
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from planner.loss_costs import LossPlan
 from student.loss.call import LossCall
@@ -15,8 +16,11 @@ from student.loss.epilogue import Epilogue
 from student.loss.exchange import GroupRun
 from student.loss.run import Gradients, LossRun
 
-# fp16 can't hold gradients of logits below 6e-8: they are multiplied by this before the cast, and the results divided.
+# fp16 can't hold gradients of logits below 6e-8: they are multiplied before the cast, and the results divided. The row
+# that weighs most comes to between this and twice as much, for fp16 can't hold anything above 65504 either.
 FP16_BOOST = 1024.0
+# What the exponent of that row's weight is cut to, so that the factor is a float32.
+FP16_EXPONENTS = (-60, 100)
 
 
 class FusedLoss(torch.autograd.Function):
@@ -39,10 +43,11 @@ class FusedLoss(torch.autograd.Function):
         run = _run(call, plan, replace(epilogue, student_head=call.student_head))
         grads = Gradients(None, None, None)
         with torch.autocast(device_type=hidden_NH.device.type, enabled=False):
+            boost = _fp16_boost(call) if hidden_NH.dtype == torch.float16 and run.num_rows else None
             if run.num_rows:
                 if plan.mode == "keep":
                     grads = _empty_gradients(call, epilogue.dtype, needs, main_grad=None)
-                    run.keep(grads, _forward_scale(call))
+                    run.keep(grads, 1.0 / call.divisor if boost is None else boost)
                 else:
                     run.collect()
             kd, ce = run.sums()
@@ -50,16 +55,22 @@ class FusedLoss(torch.autograd.Function):
         ctx.mark_non_differentiable(kd, ce)
         if any(needs):
             ctx.save_for_backward(hidden_NH, weight_VH, bias_V)
-            ctx.run, ctx.grads, ctx.needs = run, grads, needs
+            ctx.run, ctx.grads, ctx.needs, ctx.boost = run, grads, needs, boost
             ctx.teacher_version = _version(call.teacher_hidden)
         return call.options.kd_weight * kd + call.options.ce_weight * ce, kd, ce
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor, *unused: Any) -> tuple[Tensor | None, ...]:
+        # Only under create_graph does autograd record here. What is made is no function of the inputs to it, so a
+        # second derivative would lack this loss without a word.
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "KDLoss: got a backward with create_graph=True; allowed: first derivatives. FullLogitsLoss is twice "
+                "differentiable"
+            )
         hidden_NH, weight_VH, bias_V = ctx.saved_tensors
         with torch.autocast(device_type=hidden_NH.device.type, enabled=False):
-            grads = _backward(ctx.run, ctx.grads, ctx.needs, ctx.teacher_version, grad_loss)
+            grads = _backward(ctx.run, ctx.grads, ctx.needs, ctx.boost, ctx.teacher_version, grad_loss)
         # They are handed over and were scaled in place: a second backward makes its own.
         ctx.grads = None
         main_grad = ctx.run.call.student_head.main_grad
@@ -82,11 +93,11 @@ def _backward(
     run: LossRun | GroupRun,
     grads: Gradients | None,
     needs: tuple[bool, ...],
+    boost: float | Tensor | None,
     teacher_version: int | None,
     grad_loss: Tensor,
 ) -> Gradients:
     call, dtype = run.call, run.epilogue.dtype
-    is_fp16 = call.student_hidden.dtype == torch.float16
     if not run.num_rows:
         return _zero_gradients(call, dtype, needs)
     factor: Tensor | None = grad_loss
@@ -96,14 +107,14 @@ def _backward(
         )
     if run.plan.mode == "recompute":
         # fp16 sums are scaled at their end, so they can't go straight into a sum that holds other calls' gradients.
-        grads = _empty_gradients(call, dtype, needs, main_grad=None if is_fp16 else call.student_head.main_grad)
-        run.differentiate(grads, FP16_BOOST if is_fp16 else grad_loss / call.divisor)
+        grads = _empty_gradients(call, dtype, needs, main_grad=call.student_head.main_grad if boost is None else None)
+        run.differentiate(grads, grad_loss / call.divisor if boost is None else boost)
         factor = None
     elif grads is None:
         grads = _empty_gradients(call, dtype, needs, main_grad=None)
-        _run(call, run.plan, run.epilogue).keep(grads, _forward_scale(call))
-    if is_fp16:
-        factor = grad_loss / call.divisor / FP16_BOOST
+        _run(call, run.plan, run.epilogue).keep(grads, 1.0 / call.divisor if boost is None else boost)
+    if boost is not None:
+        factor = grad_loss / call.divisor / boost
     if factor is not None:
         for grad in (grads.hidden, grads.weight, grads.bias):
             if grad is not None:
@@ -111,8 +122,23 @@ def _backward(
     return grads
 
 
-def _forward_scale(call: LossCall) -> float | Tensor:
-    return FP16_BOOST if call.student_hidden.dtype == torch.float16 else 1.0 / call.divisor
+def _fp16_boost(call: LossCall) -> float | Tensor:
+    """What the gradients of fp16 logits are multiplied by: a power of two, the same for all windows and ranks of the
+    call, by the factor of the row that weighs most. No wait: a tensor where there are row weights."""
+    options, head = call.options, call.student_head
+    most = options.ce_weight if call.labels is not None else 0.0
+    if call.teacher_head is not None:
+        most += options.kd_weight * options.kd_scale / options.temperature
+    most *= abs(head.logit_scale)
+    if call.row_weights is None:
+        low, high = FP16_EXPONENTS
+        return math.ldexp(FP16_BOOST, 1 - min(max(math.frexp(most)[1], low), high))
+    weights_R = call.rows.pick(call.row_weights, 0, call.rows.count).float().abs()
+    largest = torch.cat([weights_R, weights_R.new_zeros(1)]).amax()
+    if call.group_rows is not None:
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=call.vocab_group)
+    exponent = torch.frexp(largest * most).exponent.clamp(*FP16_EXPONENTS)
+    return torch.ldexp(torch.full_like(largest, FP16_BOOST), 1 - exponent)
 
 
 def _detached(call: LossCall) -> LossCall:

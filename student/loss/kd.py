@@ -48,8 +48,8 @@ class KDLoss(DistillationLoss):
             counts for kd alone.
         row_weights [N]: the factors w, constants to autograd; they don't change the divisor.
         teacher_row_scale [N] or [R], as teacher_hidden: factor of a teacher row, for states that travelled in 8 bits.
-        num_rows: the divisor, a number or a tensor: counted rows over all microbatches and ranks of the step. None =
-            this call's own count.
+        num_rows: the divisor, a number or a tensor of one: counted rows over all microbatches and ranks of the step, or
+            the sum of their weights. 0 divides by 1. None = this call's own count.
         vocab_group: a process group over which the columns of both heads are sharded alike; all other inputs are the
             same on its ranks. Every rank gets the whole loss, the whole dX, and the gradient of its own columns.
         group_rows: counted rows of each rank of the vocab_group, in its order: each rank passes rows of its own, and
@@ -60,13 +60,14 @@ class KDLoss(DistillationLoss):
     the first time; num_empty_calls counts.
 
     Products run in the states' dtype; a weight of another dtype is cast tile by tile. Safe under autocast (which is off
-    inside) and activation checkpointing. Not twice differentiable.
+    inside) and activation checkpointing. Not twice differentiable: RuntimeError in a backward with create_graph=True.
 
     Lifetime: teacher_hidden must stay as it is until backward is done. (The mode that keeps logits reads it in forward
     only; the one that recomputes them reads it again, and raises if torch has written into it since.)
 
-    Raises ValueError or TypeError: inputs that don't fit each other; nothing was computed. ValueError (on CUDA a device
-    assertion): a label outside of the vocabulary; an infinite KL.
+    Raises ValueError or TypeError: inputs that don't fit each other or lie on different devices; nothing was computed.
+    ValueError (on CUDA a device assertion): a label outside of the vocabulary; an infinite KL; a divisor in a tensor
+    that is below 0 or not finite.
     """
 
     @cached_property

@@ -32,8 +32,9 @@ def head_of(model: Any, *, num_tokens: int | None = None) -> Head:
 
     num_tokens: highest token id of the tokenizer + 1; columns past it are padding. None: every column is a token.
 
-    Raises ValueError: the model has no output head, its head is not one plain matrix (an adapter, a quantised weight),
-    or its config holds something about logits that is not known; each by its name.
+    Raises ValueError: the model has no output head, its head is not one plain matrix (an adapter, a quantised weight)
+    or not in memory (an offloaded weight), or its config holds something about logits that is not known; each by its
+    name.
     """
     name = type(model).__name__
     module = model.get_output_embeddings()
@@ -44,6 +45,12 @@ def head_of(model: Any, *, num_tokens: int | None = None) -> Head:
                 ". It carries an adapter: merge it into the weight first, or leave the head out of its target modules"
             )
         raise ValueError(f"{name}: output head {type(module).__name__}; allowed: one nn.Linear{hint}")
+    if module.weight.is_meta:
+        raise ValueError(
+            f"{name}: the output head's weight is on meta, put aside by an offload or never loaded; allowed: a weight "
+            f"in memory. Keep the head out of the offload (in a device_map, give its module a device), or load the "
+            f"model without one"
+        )
     config = _text_config(model.config)
     _refuse_unknown(config, name)
     spec = head_spec_of(

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from planner.loss_costs import LossPlan, LossShape, Mode, choose_mode, make_plan, most_window_rows
-from student.loss.call import LossCall
+from student.loss.call import LossCall, work_dtype
 from student.loss.divergences import DIVERGENCES, Divergence
 from student.loss.epilogue import Epilogue
 from student.loss.head import Head
@@ -21,11 +21,6 @@ from student.loss.products import plane_dtypes, product_dtype
 _LOG = logging.getLogger(__name__)
 
 _MEMINFO = Path("/proc/meminfo")
-
-
-def work_dtype(hidden: Tensor) -> torch.dtype:
-    """What statistics and sums are kept in."""
-    return torch.float64 if hidden.dtype == torch.float64 else torch.float32
 
 
 def logit_planes(call: LossCall, hidden: Tensor, head: Head) -> tuple[torch.dtype, ...]:

@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from student.loss.call import DistillationLoss, LossCall
+from student.loss.call import LABEL_OUTSIDE, DistillationLoss, LossCall, refuse_if, work_dtype
 from student.loss.head import Head
 from student.loss.options import KDOutput, LossOptions
 
@@ -28,7 +28,7 @@ class FullLogitsLoss(DistillationLoss):
     def _compute(self, call: LossCall) -> KDOutput:
         if call.vocab_group is not None:
             raise ValueError("vocab_group: got a group; allowed with full logits: None")
-        return _loss_of_logits(call, torch.float64 if call.student_hidden.dtype == torch.float64 else torch.float32)
+        return _loss_of_logits(call, work_dtype(call.student_hidden))
 
 
 def full_logits_loss(
@@ -115,7 +115,9 @@ def _loss_of_logits(call: LossCall, dtype: torch.dtype) -> KDOutput:
     if call.labels is not None:
         labels_R = call.rows.pick(call.labels, 0, count)
         counts_R = labels_R != options.ignore_index
-        label_logp_R = torch.log_softmax(student_RV, dim=-1).gather(1, labels_R.clamp(min=0)[:, None]).squeeze(1)
+        refuse_if(counts_R & ((labels_R < 0) | (labels_R >= student_RV.shape[1])), LABEL_OUTSIDE)
+        column_R1 = labels_R.masked_fill(~counts_R, 0)[:, None]
+        label_logp_R = torch.log_softmax(student_RV, dim=-1).gather(1, column_R1).squeeze(1)
         ce = -torch.where(counts_R, weights_R * label_logp_R, 0.0).sum() / divisor
     loss = options.kd_weight * kd + options.ce_weight * ce
     if count == 0:
@@ -159,7 +161,10 @@ def divergence_of_logits(student_RV: Tensor, teacher_RV: Tensor, options: LossOp
         case "skew_reverse_kl":
             return _kl(s_RV, log_s_RV, _log_mixture(log_s_RV, log_t_RV, alpha))
         case "tvd":
-            return (s_RV - t_RV).abs().sum(-1) / 2
+            gap_RV = s_RV - t_RV
+            # abs() has a gradient of 0 at NaN.
+            sign_RV = torch.where(gap_RV.isnan(), gap_RV, gap_RV.sign()).detach()
+            return (sign_RV * gap_RV).sum(-1) / 2
     raise ValueError(f"divergence: got {options.divergence!r}, which has no textbook form here")
 
 

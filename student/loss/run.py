@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from planner.loss_costs import LossPlan, aligned
-from student.loss.call import LossCall
+from student.loss.call import LABEL_OUTSIDE, LossCall, refuse_if
 from student.loss.epilogue import Epilogue, Window
 from student.loss.head import Head
 from student.loss.plan import logit_planes
@@ -185,16 +185,16 @@ class LossRun:
         kd = ce = self.weights_R.new_zeros(())
         if self.epilogue.entry is not None:
             kd_R = self._divergences()
-            _refuse_if(
+            refuse_if(
                 kd_R > INFINITE_DIVERGENCE,
                 "divergence: infinite, since a column has probability under one model and a logit of -inf under the "
                 "other; allowed: -inf on both sides, or jsd, skew_* or tvd, which stay finite",
             )
             kd = (self.weights_R * kd_R.clamp_(min=0)).sum()
         if self.has_label_R is not None:
-            _refuse_if(
+            refuse_if(
                 self.has_label_R & (self.stats[Field.LABEL_HITS] == 0),
-                "labels: one lies outside of the vocabulary's real columns; allowed: a real column or ignore_index",
+                LABEL_OUTSIDE,
             )
             ce_R = self.stats.cross_entropy()
             ce = torch.where(self.has_label_R, self.weights_R * ce_R, 0.0).sum()
@@ -328,11 +328,3 @@ class LossRun:
 
 def _bias(head: Head, first: int, last: int, dtype: torch.dtype) -> Tensor | None:
     return None if head.bias is None else head.bias[first:last].to(dtype)
-
-
-def _refuse_if(bad_R: Tensor, message: str) -> None:
-    """Raise if any row is bad, without a wait: on CUDA the device asserts, as torch's own losses do."""
-    try:
-        torch._assert_async(~bad_R.any(), message)
-    except RuntimeError as error:
-        raise ValueError(message) from error

@@ -62,7 +62,14 @@ def _logits(row_ptr, columns, num_columns, bias_ptr, row_scale, inner, outer):
         tanh = 1.0 - 2.0 / (tl.exp(2.0 * u) + 1.0)
         slope = 1.0 - tanh * tanh
         u = tanh * outer
-    return tl.where(mask, tl.maximum(u, _FLOOR), float("-inf")), slope
+    # Not maximum(), here and below: it takes the number and drops the NaN.
+    return tl.where(mask, tl.where(u < _FLOOR, _FLOOR, u), float("-inf")), slope
+
+
+@triton.jit
+def _within_limit(rho):
+    rho = tl.where(rho > _RATIO_LIMIT, _RATIO_LIMIT, rho)
+    return tl.where(rho < -_RATIO_LIMIT, -_RATIO_LIMIT, rho)
 
 
 @triton.jit
@@ -91,7 +98,8 @@ def _terms(rho, mix, DIVERGENCE: tl.constexpr):
         student = -tl.log(mixture)
         slope = student - mix * (1.0 / mixture - 1.0)
     if DIVERGENCE == 5:
-        sign = tl.where(rho > 0, 1.0, tl.where(rho < 0, -1.0, 0.0))
+        # rho itself where it is 0 or NaN.
+        sign = tl.where(rho > 0, 1.0, tl.where(rho < 0, -1.0, rho))
         student = -0.5 * sign
         teacher = 0.5 * sign
         slope = student
@@ -194,7 +202,7 @@ def second_kernel(
         u, _ = _logits(student_row, columns, num_columns, student_bias_ptr, 1.0, student_inner, student_outer)
         v, _ = _logits(teacher_row, columns, num_columns, teacher_bias_ptr, t_scale, teacher_inner, teacher_outer)
         rho = tl.where(columns < num_columns, v - u + gap, 0.0)
-        rho = tl.minimum(tl.maximum(rho, -_RATIO_LIMIT), _RATIO_LIMIT)
+        rho = _within_limit(rho)
         of_student, of_teacher, slope = _terms(rho, mix, DIVERGENCE)
         s_exp = tl.exp(u - s_max)
         student_value += tl.sum(s_exp * of_student, 0)
@@ -245,7 +253,7 @@ def gradient_kernel(
             v, _ = _logits(teacher_row, columns, num_columns, teacher_bias_ptr, t_scale, teacher_inner, teacher_outer)
             if HAS_SLOPE:
                 rho = tl.where(mask, v - u + gap, 0.0)
-                rho = tl.minimum(tl.maximum(rho, -_RATIO_LIMIT), _RATIO_LIMIT)
+                rho = _within_limit(rho)
                 _of_student, _of_teacher, slope = _terms(rho, mix, DIVERGENCE)
                 weight += slope * slope_factor
             if HAS_TEACHER_SLOPE:

@@ -95,6 +95,28 @@ def check_own_rows_in_16_bits_err_no_more_than_one_rank(rank: int, world: int) -
             assert_equal_answers(found, part_of(wanted, shares, rank, bounds, True), 8e-3)
 
 
+def check_fp16_gradients_hold_weights_of_any_size_on_any_rank(rank: int, world: int) -> None:
+    # All ranks' rows meet in one product, so all must be boosted alike: by the heaviest row, which one rank has.
+    shares = SHARES[world][1 if world > 1 else 0]
+    columns = torch.arange(11).tensor_split(world)[rank]
+    bounds = (int(columns[0]), int(columns[-1]) + 1)
+    problem = random_problem(
+        56, num_rows=sum(shares), student_width=32, teacher_width=32, dtype=torch.float16, masked_frac=0.0
+    )
+    weights = torch.ones(sum(shares))
+    weights[0] = 1000.0
+    # As a loss scaler does, the upstream factor keeps the results within fp16.
+    upstream = 0.01
+    wanted = replace(problem, call={"all_rows": True, "row_weights": weights}).solve_exactly(
+        LossOptions(), upstream=upstream
+    )
+    for mode in MODES:
+        own = share_of(problem, shares, rank, bounds, scattered=False)
+        own.call["row_weights"] = weights[sum(shares[:rank]) :][: shares[rank]]
+        found = own.solve(planned_loss(LossOptions(), mode), upstream=upstream)
+        assert_equal_answers(found, part_of(wanted, shares, rank, bounds, False), 8e-3)
+
+
 def check_ranks_agree_on_windows_where_their_shards_differ(rank: int, world: int) -> None:
     # A stated workspace holds fewer rows of a wide shard than of a narrow one; each window is an exchange of all.
     num_columns, workspace_bytes = 259, 1 << 20
@@ -139,6 +161,7 @@ def check_counts_that_are_not_the_call_s_are_refused(rank: int, world: int) -> N
 CHECKS = (
     check_own_rows_have_the_loss_of_all_rows_together,
     check_own_rows_in_16_bits_err_no_more_than_one_rank,
+    check_fp16_gradients_hold_weights_of_any_size_on_any_rank,
     check_ranks_agree_on_windows_where_their_shards_differ,
     check_a_workspace_too_small_for_one_rank_is_refused_on_all,
     check_counts_that_are_not_the_call_s_are_refused,

@@ -44,6 +44,13 @@ def planned_loss(
     return loss
 
 
+def loss_of_kind(kind: str, options: LossOptions) -> KDLoss | FullLogitsLoss:
+    """The loss in one of the fused one's modes, or over full logits."""
+    if kind == "full":
+        return FullLogitsLoss.from_options(options)
+    return planned_loss(options, "keep" if kind == "keep" else "recompute")
+
+
 @dataclass
 class Problem:
     """Inputs of a call. The student's tensors are leaves that want gradients."""

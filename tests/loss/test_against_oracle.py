@@ -277,6 +277,20 @@ def test_a_second_backward_gives_the_same_again(mode: Mode) -> None:
 
 
 @both_modes
+def test_a_second_derivative_is_refused_and_a_graph_kept_for_the_first_is_not(mode: Mode) -> None:
+    problem, options = random_problem(17), options_of("jsd")
+    wanted = problem.solve_exactly(options)
+    arguments, keywords = problem.arguments()
+    out = planned_loss(options, mode)(*arguments, **keywords)
+    # A penalty on this gradient would be differentiated as if it were a constant.
+    with pytest.raises(RuntimeError, match=r"create_graph=True; allowed: first derivatives.*FullLogitsLoss"):
+        torch.autograd.grad(out.loss, problem.leaves(), create_graph=True)
+    grads = torch.autograd.grad(out.loss, problem.leaves(), retain_graph=True)
+    for found, right in zip(grads, wanted.grads, strict=True):
+        torch.testing.assert_close(found, right, rtol=1e-10, atol=1e-12)
+
+
+@both_modes
 def test_a_teacher_overwritten_while_backward_still_needs_it_is_refused(mode: Mode) -> None:
     problem = random_problem(17)
     assert problem.teacher_hidden is not None

@@ -120,3 +120,10 @@ def test_a_model_without_an_output_head_is_refused(zoo: dict[str, Any]) -> None:
     body = zoo["qwen3"].model
     with pytest.raises(ValueError, match=r"Qwen3Model.*NoneType"):
         head_of(body)
+
+
+def test_a_head_that_an_offload_has_put_aside_is_refused_with_the_way_out() -> None:
+    # accelerate's offload leaves such weights in the model, and fetches the true ones within forward alone.
+    model = Qwen3ForCausalLM(Qwen3Config(**SIZES)).to("meta")
+    with pytest.raises(ValueError, match=r"Qwen3ForCausalLM: .*weight is on meta.*allowed.*device_map"):
+        head_of(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from dataclasses import replace
 from typing import Any
@@ -13,7 +14,7 @@ from planner.loss_costs import Mode
 from student.loss import FullLogitsLoss, Head, KDLoss, LossOptions
 from student.loss.call import DistillationLoss
 from student.loss.divergences import DIVERGENCES
-from tests.loss.problems import IGNORE, Problem, assert_equal_answers, planned_loss, random_problem
+from tests.loss.problems import IGNORE, Problem, assert_equal_answers, loss_of_kind, planned_loss, random_problem
 
 both_modes = pytest.mark.parametrize("mode", ["keep", "recompute"])
 OPTIONS = LossOptions(divergence="jsd", temperature=2.0)
@@ -143,6 +144,32 @@ def test_the_divisor_is_global_and_never_a_mean_of_means(mode: Mode) -> None:
     assert total.item() == pytest.approx(2.5, rel=1e-12)
 
 
+@pytest.mark.parametrize("kind", ["keep", "recompute", "full"])
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_a_divisor_below_one_divides(kind: str, as_tensor: bool) -> None:
+    # A weighted mean of equal weights is the plain mean, whatever the weights are.
+    loss = loss_of_kind(kind, OPTIONS)
+    problem = random_problem(31, masked_frac=0.0)
+    wanted = problem.solve(loss)
+    problem.call = {"row_weights": torch.full((7,), 0.01, dtype=torch.float64), "num_rows": 0.07}
+    if as_tensor:
+        problem.call["num_rows"] = torch.tensor(0.07, dtype=torch.float64)
+    assert_equal_answers(problem.solve(loss), wanted)
+
+
+@pytest.mark.parametrize("kind", ["keep", "recompute", "full"])
+@pytest.mark.parametrize("num_rows", [torch.tensor(7), torch.tensor([7]), torch.tensor(7.0), torch.tensor(7).int()])
+def test_a_divisor_in_a_tensor_costs_no_digit(kind: str, num_rows: torch.Tensor) -> None:
+    loss = loss_of_kind(kind, OPTIONS)
+    problem = random_problem(32)
+    problem.call = {"num_rows": 7}
+    wanted = problem.solve_exactly(OPTIONS)
+    problem.call = {"num_rows": num_rows}
+    found = problem.solve(loss)
+    assert found.out.loss.shape == ()
+    assert_equal_answers(found, wanted)
+
+
 @both_modes
 @pytest.mark.parametrize("lengths", [[2, 2, 2, 2, 16, 16, 16, 16], [5] * 8])
 @pytest.mark.parametrize("as_tensor", [False, True])
@@ -201,7 +228,13 @@ def call_with(problem: Problem, **changes: Any) -> None:
         ({"student_hidden": torch.zeros(7).double()}, "student_hidden"),
         ({"call": {"row_weights": torch.zeros(6)}}, "row_weights"),
         ({"call": {"teacher_row_scale": torch.zeros(6)}}, "teacher_row_scale"),
-        ({"call": {"num_rows": -1}}, "num_rows"),
+        ({"call": {"num_rows": -1}}, "num_rows.*-1"),
+        ({"call": {"num_rows": math.nan}}, "num_rows.*nan"),
+        ({"call": {"num_rows": math.inf}}, "num_rows.*inf"),
+        ({"call": {"num_rows": torch.tensor(-1)}}, "num_rows"),
+        ({"call": {"num_rows": torch.tensor(math.nan)}}, "num_rows"),
+        ({"call": {"num_rows": torch.tensor([3, 4])}}, r"num_rows.*\(2,\)"),
+        ({"call": {"num_rows": torch.tensor(3, device="meta")}}, "num_rows.*meta"),
         ({"head": {"real_vocab": 12}}, "real_vocab"),
         ({"head": {"real_vocab": 10}}, "vocabulary: 10 .*11 11"),
         ({"head": {"vocab_start": 3}}, "vocab_start"),

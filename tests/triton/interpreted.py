@@ -105,6 +105,24 @@ def test_a_bias_is_read_and_one_that_learns_is_left_to_torch(
     torch.testing.assert_close(found, exact(*arguments, **keywords).loss.detach(), rtol=TOLERANCE, atol=0)
 
 
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+@pytest.mark.parametrize("mode", ["keep", "recompute"])
+@pytest.mark.parametrize("side", ["student", "teacher"])
+def test_a_nan_of_either_model_reaches_loss_and_gradient(
+    divergence: str, mode: Mode, side: str, kernels: list[str]
+) -> None:
+    problem = random_problem(87, dtype=torch.float32, masked_frac=0.0)
+    broken = problem.student_hidden if side == "student" else problem.teacher_hidden
+    assert broken is not None
+    with torch.no_grad():
+        broken[1, 2] = torch.nan
+    found = problem.solve(planned_loss(LossOptions(divergence=divergence, kd_weight=1.0, ce_weight=0.0), mode))
+    assert found.out.loss.isnan()
+    assert found.grads[0][1].isnan().all()
+    assert found.grads[0][[0, 2]].isfinite().all()
+    assert "gradient" in kernels
+
+
 def test_rows_longer_than_a_block_are_gone_over_in_steps(kernels: list[str]) -> None:
     problem = random_problem(85, num_rows=3, num_columns=2 * BLOCK + 5, dtype=torch.float32, masked_frac=0.0)
     options = LossOptions(divergence="jsd", temperature=2.0)
