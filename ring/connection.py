@@ -42,12 +42,14 @@ NO_ANSWER = "no answer yet"
 
 @dataclass(kw_only=True)
 class Replica:
-    """What the pump knows of one replica, between and during sessions. `welcome`: what it said of itself last."""
+    """What the pump knows of one replica, between and during sessions. `welcome`: what it said of itself last.
+    `leaving`: its session is over but for the fills that it brought before; nothing is said to it any more."""
 
     name: str
     open_link: LinkOpener
     session: Session | None = None
     up: bool = False
+    leaving: bool = False
     retry_at_s: float = 0.0
     backoff_s: float = RECONNECT_MIN_S
     last_error: str = NO_ANSWER

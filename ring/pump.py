@@ -53,6 +53,8 @@ logger = logging.getLogger(__name__)
 EVENT_POLL_S = 0.001
 #: Messages of one replica in a row; then fills, the other replicas and the timers have their turn.
 MESSAGES_A_TURN = 256
+#: For the fills that were whole before their session ended: a replica that goes on sending may not hold up the others.
+LAST_FILLS_S = 1.0
 
 
 class Pump:
@@ -78,7 +80,6 @@ class Pump:
         self._actions: deque[Action] = deque()
         self._fencing: list[Receiver] = []
         self._attention = Attention(self.replicas)
-        self._ping_token = 0
         self._ever_up = False
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="ring-pump", daemon=True)
@@ -171,7 +172,7 @@ class Pump:
         except ConfigError as error:
             self._take_refusal(replica, error, now_s)
         except (TransportError, RemoteProtocolError) as error:
-            self._end_session(replica, str(error), now_s)
+            self._lose_session(replica, str(error), now_s)
         except TeacherLost as error:  # of an opener that knows that this replica can't come back
             self._fail(TeacherLost(f"{replica.name}: {error}: {replica.last_error}"))
         return True
@@ -180,7 +181,7 @@ class Pump:
         """This replica and this run don't fit. It is tried again all the same: it may be restarted with what fits."""
         is_news = replica.refusal is None or str(replica.refusal) != str(error)
         replica.refusal = error
-        self._end_session(replica, str(error), now_s, backoff_s=RECONNECT_MAX_S)
+        self._lose_session(replica, str(error), now_s, backoff_s=RECONNECT_MAX_S)
         refusals = [other.refusal for other in self.replicas.values() if other.refusal is not None]
         if not self._ever_up and len(refusals) == len(self.replicas):
             # A run that has begun waits for its teacher; one that never can begin says why at once.
@@ -256,19 +257,43 @@ class Pump:
             return False
         arrivals = session.arrivals()
         for arrival in arrivals:
-            header = codec.decode_header(arrival.header)
-            crc = session.checksum(arrival)
-            with self.lock:
-                machine.heard(replica.name, now_s=now_s)
-                self._actions.extend(
-                    machine.arrived(replica.name, arrival.fill, arrival.num_bytes, header, crc, now_s=now_s)
-                )
+            fill = arrival.fill
+            try:
+                header = codec.decode_header(arrival.header)
+            except RemoteProtocolError as error:
+                with self.lock:
+                    self._actions.extend(machine.garbled(replica.name, fill, str(error), now_s=now_s))
+            else:
+                crc = session.checksum(arrival)
+                with self.lock:
+                    self._actions.extend(
+                        machine.arrived(replica.name, fill, arrival.num_bytes, header, crc, now_s=now_s)
+                    )
             # At once: the trainer may be waiting for this very fill.
             self._carry_out(now_s)
-        if late := session.newly_dropped():
+        return self._count_late(replica, session, now_s) or bool(arrivals)
+
+    def _count_late(self, replica: Replica, session: Session, now_s: float) -> bool:
+        late = session.newly_dropped()
+        if late and self.machine is not None:
             with self.lock:
-                self._actions.extend(machine.came_late(replica.name, late, now_s=now_s))
-        return bool(arrivals or late)
+                self._actions.extend(self.machine.came_late(replica.name, late, now_s=now_s))
+        return late > 0
+
+    def _lose_session(self, replica: Replica, error: str, now_s: float, *, backoff_s: float | None = None) -> None:
+        """The session is over: take what it had brought before, and end it. A fill that is whole needs no second pass
+        of a teacher; and once the machine knows that the replica is down, none of it is accepted any more."""
+        session, until_s = replica.session, time.monotonic() + LAST_FILLS_S
+        if session is not None and replica.up and self.machine is not None:
+            replica.leaving = True
+            with self.lock:
+                self.machine.leaving(replica.name, now_s=now_s)
+            with contextlib.suppress(TransportError):
+                while replica.session is session and time.monotonic() < until_s:
+                    if not self._take_fills(replica, session, now_s) and not session.may_have_more():
+                        break
+        if replica.session is session:  # a wrong one among them has ended it already
+            self._end_session(replica, error, now_s, backoff_s=backoff_s)
 
     def _end_session(self, replica: Replica, error: str, now_s: float, *, backoff_s: float | None = None) -> None:
         """Close what is left of the session; its fills go to the others. The replica is tried again later."""
@@ -279,7 +304,9 @@ class Pump:
         replica.backoff_s = min(replica.backoff_s * 2, RECONNECT_MAX_S)
         if replica.up:
             logger.warning("replica lost: %s: %s", replica.name, error)
-        replica.up = False
+        replica.up = replica.leaving = False
+        if replica.session is not None:
+            self._count_late(replica, replica.session, now_s)
         if self.machine is not None:
             # Also of one that did not come up: the machine names its last error when the run is lost.
             with self.lock:
@@ -347,22 +374,13 @@ class Pump:
     def _tell(self, action: Arm | Send | CancelFill | SendPing, now_s: float) -> None:
         replica = self.replicas[action.replica]
         session = replica.session
-        if session is None or not replica.up:
-            return  # It went down after the machine decided this; the machine has been told.
+        if session is None or not replica.up or replica.leaving:
+            return  # It went down after the machine decided this; the machine has been told, or will be.
         self._attention.call(replica.name)
         try:
-            match action:
-                case Arm(fill=fill, num_bytes=num_bytes):
-                    session.arm(fill, num_bytes=num_bytes)
-                case Send(request=request):
-                    session.request(request)
-                case CancelFill(fill=fill):
-                    session.cancel(fill)
-                case SendPing():
-                    self._ping_token += 1
-                    session.ping(self._ping_token)
+            session.tell(action)
         except TransportError as error:
-            self._end_session(replica, str(error), now_s)
+            self._lose_session(replica, str(error), now_s)
 
     def _fail(self, error: DisaggKDError) -> None:
         with self.lock:

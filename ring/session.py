@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import crc32c
 
 from ring.control import ControlLink
+from ring.core.actions import Arm, CancelFill, Send, SendPing
 from ring.core.errors import ConfigError, RemoteProtocolError
 from ring.core.messages import (
     Cancel,
@@ -32,7 +33,7 @@ from ring.core.messages import (
     WireDtype,
 )
 from ring.endpoints import is_loopback
-from transport.contract import Arrival, Backend, Fence, Receiver
+from transport.contract import Arrival, Backend, Fence, Receiver, is_readable
 from transport.memory import SlotArena
 from transport.registry import choose, load
 
@@ -101,6 +102,7 @@ class Session:
         self._arena: SlotArena | None = None
         self._receiver: Receiver | None = None
         self._dropped = 0
+        self._num_pings = 0
         try:
             link.send(hello)
         except BaseException:
@@ -178,6 +180,19 @@ class Session:
         self.phase = Phase.OFFERED
         return f"{reason}; at most {capabilities.bounce_bytes_per_peer / 2**20:g} MiB in buffers besides the slots"
 
+    def tell(self, action: Arm | Send | CancelFill | SendPing) -> None:
+        """Carry out what the machine decided. Raises TransportError."""
+        match action:
+            case Arm(fill=fill, num_bytes=num_bytes):
+                self.arm(fill, num_bytes=num_bytes)
+            case Send(request=request):
+                self.request(request)
+            case CancelFill(fill=fill):
+                self.cancel(fill)
+            case SendPing():
+                self._num_pings += 1
+                self.ping(self._num_pings)
+
     def arm(self, fill: FillId, *, num_bytes: int) -> None:
         self._open_receiver().arm(fill, num_bytes=num_bytes)
 
@@ -197,6 +212,10 @@ class Session:
     def arrivals(self) -> list[Arrival]:
         """Fills that became whole. Raises PeerLost, TransportError."""
         return [] if self._receiver is None else self._receiver.poll()
+
+    def may_have_more(self) -> bool:
+        """Whether `arrivals` may bring more at once, though it brought nothing."""
+        return self._receiver is not None and is_readable(self._receiver)
 
     def newly_dropped(self) -> int:
         """Payloads since the last call that came whole and that nobody waited for any more."""

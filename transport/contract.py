@@ -197,6 +197,14 @@ class Backend(Protocol):
         """Raises RemoteProtocolError: the description makes no sense. Raises TransportError, DeadlineExceeded."""
 
 
+def is_readable(endpoint: Endpoint) -> bool:
+    """Whether `poll()` may have news now."""
+    poller = select.poll()
+    for fd in endpoint.wait_fds():
+        poller.register(fd, select.POLLIN)
+    return bool(poller.poll(0))
+
+
 def wait_readable(endpoint: Endpoint, deadline_s: float, *, what: str) -> None:
     """Sleep until the endpoint may have news. Raises DeadlineExceeded once time.monotonic() passes `deadline_s`."""
     fds = endpoint.wait_fds()

@@ -20,6 +20,7 @@ class DropCause(enum.Enum):
     WRONG_BYTES = "wrong_bytes"
     WRONG_HASH = "wrong_hash"
     WRONG_CRC = "wrong_crc"
+    WRONG_HEADER = "wrong_header"  # can't be read
 
 
 class RetryCause(enum.Enum):

@@ -147,6 +147,13 @@ class StudentMachine:
             self._attempts.lose(gone, self._now_s, actions)
         return self._settle(actions)
 
+    def leaving(self, replica: str, *, now_s: float) -> None:
+        """Its session is about to end: what it has sent already still counts, and nothing more is asked of it."""
+        self._now_s = self._time(now_s)
+        known = self._fleet.get(replica)
+        if known is not None and known.state is ReplicaState.UP:
+            self._fleet.move(known, ReplicaEvent.DRAIN)
+
     def heard(self, replica: str, *, now_s: float) -> None:
         """Any message came from the replica: it is not silent."""
         self._now_s = self._time(now_s)
@@ -161,14 +168,10 @@ class StudentMachine:
         self._now_s = self._time(now_s)
         self._hear(replica)
         actions: list[Action] = []
-        entry, sender = self._requests.in_flight(fill), self._fleet.get(replica)
-        if entry is None or sender is None or entry.replica != replica:
-            if self._attempts.is_last_word(replica, fill):
-                self._attempts.fence(fill)
-                self._count_drop(sender, DropCause.LATE, f"{fill} came after it was given up", actions)
-            else:
-                self._count_drop(sender, DropCause.NOT_ASKED, f"{fill} was not asked for", actions)
+        asked = self._asked(replica, fill, actions)
+        if asked is None:
             return self._settle(actions)
+        entry, sender = asked
         assert sender.epoch is not None  # it is connected: a replica that is down has nothing in flight
         assert self._fingerprint is not None
         wrong = difference(
@@ -185,6 +188,16 @@ class StudentMachine:
             self._accept(entry, sender, header, actions)
         else:
             self._reject(entry, sender, wrong[0], f"{fill}: {wrong[1]}", actions)
+        return self._settle(actions)
+
+    def garbled(self, replica: str, fill: FillId, error: str, *, now_s: float) -> list[Action]:
+        """A fill is whole in its slot, and its header can't be read: as wrong as any answer (R3)."""
+        self._now_s = self._time(now_s)
+        self._hear(replica)
+        actions: list[Action] = []
+        asked = self._asked(replica, fill, actions)
+        if asked is not None:
+            self._reject(*asked, DropCause.WRONG_HEADER, f"{fill}: {error}", actions)
         return self._settle(actions)
 
     def came_late(self, replica: str, count: int, *, now_s: float) -> list[Action]:
@@ -294,6 +307,18 @@ class StudentMachine:
         replica = self._fleet.get(name)
         if replica is not None and replica.connected:
             self._attempts.silences.start(name, self._now_s)
+
+    def _asked(self, replica: str, fill: FillId, actions: list[Action]) -> tuple[Entry, Replica] | None:
+        """Who waits for this fill, and who was asked for it. None: nobody waits for it any more; it is counted."""
+        entry, sender = self._requests.in_flight(fill), self._fleet.get(replica)
+        if entry is not None and sender is not None and entry.replica == replica:
+            return entry, sender
+        if self._attempts.is_last_word(replica, fill):
+            self._attempts.fence(fill)
+            self._count_drop(sender, DropCause.LATE, f"{fill} came after it was given up", actions)
+        else:
+            self._count_drop(sender, DropCause.NOT_ASKED, f"{fill} was not asked for", actions)
+        return None
 
     def _accept(self, entry: Entry, sender: Replica, header: FillHeader, actions: list[Action]) -> None:
         self._attempts.complete(entry, sender, header, self._now_s)
