@@ -150,7 +150,7 @@ def set_up_logging(*, debug: bool) -> None:
     for name in ("ring", "transport", "teacher", "student"):
         logging.getLogger(name).setLevel(logging.DEBUG if debug else logging.INFO)
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_OneLine("%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S"))
+    handler.setFormatter(_OneLine("%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%Y-%m-%d %H:%M:%S"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
 
 

@@ -13,7 +13,8 @@ import math
 import os
 import resource
 import sys
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -193,12 +194,23 @@ def print_result(text: str) -> None:
 
 
 class Reporter:
-    """Progress: a bar on a terminal, about twenty plain lines elsewhere, nothing where `silent`. A context manager."""
+    """Progress: a bar on a terminal; elsewhere about twenty plain lines, or one a minute where that is more; nothing
+    where `silent`. A context manager."""
 
     PLAIN_LINES = 20
+    LONGEST_SILENCE_S = 60.0
 
-    def __init__(self, *, num_steps: int, first_step: int, silent: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        num_steps: int,
+        first_step: int,
+        silent: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._silent = silent
+        self._clock = clock
+        self._said_s = clock()
         self._num_steps = num_steps
         self._every = max(1, num_steps // self.PLAIN_LINES)
         self._first = first_step
@@ -235,7 +247,12 @@ class Reporter:
         )
         if self._progress is not None and self._task is not None:
             self._progress.update(self._task, completed=metrics.step, note=note)
-        elif metrics.step % self._every == 0 or metrics.step in (self._first + 1, self._num_steps):
+        elif (
+            metrics.step % self._every == 0
+            or metrics.step in (self._first + 1, self._num_steps)
+            or self._clock() >= self._said_s + self.LONGEST_SILENCE_S
+        ):
+            self._said_s = self._clock()
             self._print(f"step {metrics.step}/{self._num_steps}  {note}")
 
     def say(self, text: str) -> None:

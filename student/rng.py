@@ -15,10 +15,11 @@ from ring.core.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class RngState:
-    """torch's generators (CPU, and one a CUDA device), Python's and numpy's, of one process."""
+    """torch's generators, Python's and numpy's, of one process. torch_cuda: that of the device which the process trains
+    on; None without one."""
 
     torch_cpu: bytes
-    torch_cuda: tuple[bytes, ...]
+    torch_cuda: bytes | None
     python: tuple[int, tuple[int, ...], float | None]
     numpy: tuple[bytes, int, int, float]
 
@@ -27,7 +28,7 @@ class RngState:
         key, place, has_gauss, cached = self.numpy
         return {
             "torch_cpu": _text(self.torch_cpu),
-            "torch_cuda": [_text(state) for state in self.torch_cuda],
+            "torch_cuda": None if self.torch_cuda is None else _text(self.torch_cuda),
             "python": [version, list(words), gauss],
             "numpy": [_text(key), place, has_gauss, cached],
         }
@@ -37,9 +38,10 @@ class RngState:
         """Raises KeyError, TypeError or ValueError: not what `to_json` gives."""
         version, words, gauss = value["python"]
         key, place, has_gauss, cached = value["numpy"]
+        cuda = value["torch_cuda"]
         return cls(
             torch_cpu=_bytes(value["torch_cpu"]),
-            torch_cuda=tuple(_bytes(state) for state in value["torch_cuda"]),
+            torch_cuda=None if cuda is None else _bytes(cuda),
             python=(int(version), tuple(int(word) for word in words), None if gauss is None else float(gauss)),
             numpy=(_bytes(key), int(place), int(has_gauss), float(cached)),
         )
@@ -51,14 +53,16 @@ def capture_rng() -> RngState:
     _, key, place, has_gauss, cached = np.random.get_state(legacy=True)
     return RngState(
         torch_cpu=torch.get_rng_state().numpy().tobytes(),
-        torch_cuda=tuple(state.numpy().tobytes() for state in torch.cuda.get_rng_state_all()),
+        # Of the current device, whatever its number: on another host, or with other devices visible, the same rank may
+        # have another one. Those of the others are not this process's, and asking would open a context on each.
+        torch_cuda=torch.cuda.get_rng_state().numpy().tobytes() if torch.cuda.is_available() else None,
         python=(version, words, gauss),
         numpy=(np.asarray(key, dtype="<u4").tobytes(), int(place), int(has_gauss), float(cached)),
     )
 
 
 def restore_rng(state: RngState) -> None:
-    """Puts the generators back; those of CUDA devices that are not there any more are left out.
+    """Puts the generators back; that of a CUDA device only where there is one.
 
     The last thing before the first resumed step: whatever is built after it may draw from them. Raises ConfigError:
     that is no state of theirs.
@@ -72,8 +76,8 @@ def restore_rng(state: RngState) -> None:
 
 def _restore(state: RngState) -> None:
     torch.set_rng_state(torch.frombuffer(bytearray(state.torch_cpu), dtype=torch.uint8))
-    for device, cuda_state in enumerate(state.torch_cuda[: torch.cuda.device_count()]):
-        torch.cuda.set_rng_state(torch.frombuffer(bytearray(cuda_state), dtype=torch.uint8), device)
+    if state.torch_cuda is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(torch.frombuffer(bytearray(state.torch_cuda), dtype=torch.uint8))
     random.setstate(state.python)
     key, place, has_gauss, cached = state.numpy
     np.random.set_state(("MT19937", np.frombuffer(key, dtype="<u4").astype(np.uint32), place, has_gauss, cached))

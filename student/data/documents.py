@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -20,11 +22,15 @@ from ring.core.errors import ConfigError
 from student.data.chat import ChatEncoder
 from student.data.dataset import DocumentStore
 
+logger = logging.getLogger(__name__)
+
 RecordKind = Literal["ids", "messages", "text"]
 # Raised whenever the same records would give other documents.
 _FORMAT = 1
 # A tokenizer holds some 100 bytes for each token of a batch, and documents may be long: few at a time.
 _BATCH_RECORDS = 128
+#: Whoever waits for a large file hears this often how far it is.
+_PROGRESS_S = 30.0
 _MAX_ID = 2**32 - 1
 
 
@@ -32,6 +38,7 @@ _MAX_ID = 2**32 - 1
 class RecordFile:
     """Records read by `datasets`, and how to name one of them to a person."""
 
+    label: str
     records: Any
     name_record: Callable[[int], str]
 
@@ -72,8 +79,13 @@ def tokenize_records(
     if kind != "ids" and tokenizer is None:
         raise ConfigError(f"{file.name_record(0)} holds {kind}, which need a tokenizer; found none beside the student")
     encode_record = _record_encoder(file, kind, tokenizer, append_eos)
+    said_s = time.monotonic()
 
     def encode_batch(batch: Mapping[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
+        nonlocal said_s
+        if time.monotonic() >= said_s + _PROGRESS_S:
+            said_s = time.monotonic()
+            logger.info("reading and tokenizing: %d of %d records (%s)", indices[0], len(file.records), file.label)
         columns: dict[str, list[Any]] = {"token_ids": [], "row_ranges": [], "max_id": []}
         for document in encode_record(batch, indices):
             columns["token_ids"].append(document.ids.astype(np.uint32))

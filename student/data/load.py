@@ -148,9 +148,10 @@ def _read(builder: str, names: Sequence[str], cache_dir: str | None) -> RecordFi
         lines = str(error.__cause__ or error).strip().splitlines() or [type(error).__name__]
         culprit = _first_undecodable(names) if builder == "text" else names[0]
         raise ConfigError(f"{culprit}: can't be read as {builder}: {lines[0]}") from error
+    label = names[0] if len(names) == 1 else f"{len(names)} files"
     if builder == "text":
-        return RecordFile(records, lambda index: names[index])
-    return RecordFile(records, lambda index: f"{names[0]}, record {index + 1}")
+        return RecordFile(label, records, lambda index: names[index])
+    return RecordFile(label, records, lambda index: f"{names[0]}, record {index + 1}")
 
 
 def _is_of_writing(error: OSError, names: Sequence[str]) -> bool:

@@ -123,11 +123,11 @@ class Ranks:
         self._saving: dist.ProcessGroup | None = None
         self._background: dist.ProcessGroup | None = None
         self._vocab_mesh: DeviceMesh | None = None
+        if device.type == "cuda":
+            # FSDP, NCCL and a checkpoint's generators take the process's current device.
+            torch.cuda.set_device(device)
         if launch.world_size == 1 and not wants_groups:
             return
-        if device.type == "cuda":
-            # FSDP and NCCL take the process's current device.
-            torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         with self._lost_ranks():
             # Whoever embeds a trainer may have met the others already.

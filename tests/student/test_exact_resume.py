@@ -170,3 +170,29 @@ def test_generators_go_on_where_they_were() -> None:
     draw()
     restore_rng(state)
     assert draw() == expected
+
+
+class FakeDevices:
+    """Stands for torch.cuda with two devices, one of which is current. Proves nothing about real generators."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.generators = [torch.Generator().manual_seed(7 + number) for number in range(2)]
+        self.current = 0
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "get_rng_state", lambda: self.generators[self.current].get_state())
+        patch.setattr(torch.cuda, "set_rng_state", lambda state: self.generators[self.current].set_state(state))
+
+    def draw(self) -> list[float]:
+        return [float(number) for number in torch.rand(3, generator=self.generators[self.current])]
+
+
+def test_a_rank_goes_on_with_its_generator_whatever_the_number_of_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight devices of one host, or four of each of two: the same ranks, other numbers."""
+    devices = FakeDevices(monkeypatch)
+    devices.current = 1
+    devices.draw()
+    state = RngState.from_json(json.loads(json.dumps(capture_rng().to_json())))
+    expected = devices.draw()
+    devices.current = 0
+    restore_rng(state)
+    assert devices.draw() == expected

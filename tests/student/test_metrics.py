@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import logging
 import os
@@ -17,7 +18,7 @@ import numpy as np
 import pytest
 
 from student.checkpoint import CheckpointError
-from student.metrics import MetricsFile, Reporter, peak_rss_bytes, write_summary
+from student.metrics import MetricsFile, Reporter, StepMetrics, peak_rss_bytes, write_summary
 from student.train.resume import warn_of_gaps
 
 BALLAST_BYTES = 512 * 2**20
@@ -100,6 +101,16 @@ def test_a_path_on_a_terminal_is_said_as_it_is(monkeypatch: pytest.MonkeyPatch, 
             said += received
     os.close(screen)
     assert f"the model is in {name}/model" in said.decode()
+
+
+def test_a_long_run_without_a_terminal_says_a_line_a_minute(capsys: pytest.CaptureFixture[str]) -> None:
+    now_s = 0.0
+    with Reporter(num_steps=100_000, first_step=0, clock=lambda: now_s) as reporter:
+        for step in range(1, 31):
+            now_s += 7.0
+            reporter.step(StepMetrics(**{field.name: step for field in dataclasses.fields(StepMetrics)}))
+    said = [int(line.split()[1].split("/")[0]) for line in capsys.readouterr().out.splitlines()]
+    assert said == [1, 10, 19, 28]
 
 
 def test_a_full_disk_behind_stdout_ends_no_run(
