@@ -89,6 +89,16 @@ def test_host_known_rows_wait_for_nothing(divergence: str, mode: Mode) -> None:
 
 
 @both_modes
+def test_fp16_gradients_are_brought_into_range_without_a_wait(mode: Mode) -> None:
+    problem = random_problem(54, dtype=torch.float16)
+    problem.call = {"all_rows": True, "row_weights": torch.linspace(0.0, 500.0, 7), "num_rows": torch.tensor(0.5)}
+    with Watch() as watch:
+        run(problem, planned_loss(LossOptions(), mode))
+    assert watch.waits == []
+    assert all(leaf.grad is not None and leaf.grad.isfinite().all() for leaf in problem.leaves())
+
+
+@both_modes
 def test_rows_read_from_the_labels_cost_exactly_one_wait(mode: Mode) -> None:
     with Watch() as watch:
         run(random_problem(52), planned_loss(LossOptions(), mode))
