@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from ring.command import flag
-from ring.core.config import MAX_COUNT
+from ring.core.config import MAX_COUNT, MAX_SECONDS
 from ring.core.errors import ConfigError
 
 DEFAULT_ENDPOINT = "tcp://127.0.0.1:5555"
@@ -137,6 +137,8 @@ class TrainConfig:
             "checkpoint_timeout",
         ):
             _require(self, name, 0 < getattr(self, name) < float("inf"), "> 0")
+        for name in ("teacher_timeout", "peer_timeout", "request_timeout"):
+            _require(self, name, getattr(self, name) <= MAX_SECONDS, f"<= {MAX_SECONDS:g}")
         _require(self, "min_lr_frac", 0 <= self.min_lr_frac <= 1, "0 to 1")
         for name in ("jsd_teacher_weight", "skew_alpha"):
             _require(self, name, 0 < getattr(self, name) < 1, "between 0 and 1, both excluded")

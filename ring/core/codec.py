@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 import msgpack
 
-from ring.core.config import MAX_COUNT, MAX_SLOTS
+from ring.core.config import MAX_COUNT, MAX_SECONDS, MAX_SLOTS
 from ring.core.errors import LocalProtocolError, RemoteProtocolError
 from ring.core.fields import (
     Bool,
@@ -70,7 +70,7 @@ _TEXT = Str(MAX_TEXT_BYTES)
 _COUNT = Int(0, MAX_COUNT)
 _SIZE = Int(0, 2**48)
 _HASH = Bytes(64)
-_SECONDS = Float(lowest=0.0)
+_SECONDS = Float(lowest=0.0, highest=MAX_SECONDS)
 _SEQ = Int(-(2**53), 2**53)
 _FILL = Fill(_SEQ, Int(0, 2**31 - 1), Int(0, MAX_SLOTS - 1))
 _BACKENDS = Tuple(Str(32), max_items=MAX_ITEMS)

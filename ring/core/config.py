@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from ring.core.errors import ConfigError
@@ -12,6 +11,8 @@ from ring.core.messages import WireDtype
 MAX_SLOTS = 4096
 #: Of anything that messages count: rows, tokens, columns.
 MAX_COUNT = 2**31 - 1
+#: Of any time that is configured or sent: thirty years, and sums of any number of them stay finite.
+MAX_SECONDS = 1e9
 #: Requests of the largest size that a teacher queues for one student; of smaller ones it takes more.
 MAX_QUEUED_REQUESTS = 64
 
@@ -107,5 +108,5 @@ def _check_int(name: str, value: int, *, lowest: int) -> None:
 
 
 def _check_seconds(name: str, value: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
-        raise ConfigError(f"{name} must be a finite number of seconds > 0, got {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MAX_SECONDS:
+        raise ConfigError(f"{name} must be a number of seconds > 0 and <= {MAX_SECONDS:g}, got {value!r}")

@@ -47,6 +47,7 @@ class Int:
 @dataclass(frozen=True)
 class Float:
     lowest: float = -math.inf
+    highest: float = math.inf
 
     def pack(self, value: object, where: str) -> object:
         if type(value) is int:
@@ -59,8 +60,8 @@ class Float:
     def unpack(self, plain: object, where: str) -> object:
         if type(plain) is not float:
             raise Malformed(f"{where} must be a float, got {type(plain).__name__}")
-        if not math.isfinite(plain) or plain < self.lowest:
-            raise Malformed(f"{where} is {plain}; allowed: finite, >= {self.lowest}")
+        if not (math.isfinite(plain) and self.lowest <= plain <= self.highest):
+            raise Malformed(f"{where} is {plain}; allowed: finite, {self.lowest:g} to {self.highest:g}")
         return plain
 
 

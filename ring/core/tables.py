@@ -41,8 +41,8 @@ def _kind(kind: fields.Kind) -> str:
     match kind:
         case fields.Int(lowest=lowest, highest=highest):
             return f"integer {_number(lowest)} to {_number(highest)}"
-        case fields.Float(lowest=lowest):
-            return "finite number" if lowest == float("-inf") else f"finite number >= {lowest:g}"
+        case fields.Float(lowest=lowest, highest=highest):
+            return "finite number" if lowest == float("-inf") else f"number {lowest:g} to {highest:g}"
         case fields.Bool():
             return "true or false"
         case fields.Str(max_bytes=max_bytes):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import cast
 
 from hypothesis import strategies as st
@@ -19,9 +20,9 @@ def of_kind(kind: f.Kind) -> st.SearchStrategy[object]:
     match kind:
         case f.Int(lowest=lowest, highest=highest):
             return st.integers(lowest, highest)
-        case f.Float(lowest=lowest):
-            bound = None if lowest == float("-inf") else lowest
-            return st.floats(min_value=bound, allow_nan=False, allow_infinity=False)
+        case f.Float(lowest=lowest, highest=highest):
+            bounds = [None if math.isinf(bound) else bound for bound in (lowest, highest)]
+            return st.floats(*bounds, allow_nan=False, allow_infinity=False)
         case f.Bool():
             return st.booleans()
         case f.Str(max_bytes=max_bytes):

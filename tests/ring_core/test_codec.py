@@ -222,9 +222,20 @@ def test_a_hello_out_of_bounds_is_refused_naming_the_field(field: str, value: ob
     must_refuse(msgpack.packb(plain(HELLO) | {field: value}), naming="max_array_len" if value == ["x"] * 65 else field)
 
 
-@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1.0, True, 5, "5"])
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1.0, 1.7e308, 1.1e9, True, 5, "5"])
 def test_a_time_that_is_not_one_is_refused(seconds: object) -> None:
     must_refuse(msgpack.packb(plain(REQUEST) | {"time_left_s": seconds}), naming="time_left_s")
+
+
+@pytest.mark.parametrize("field", ["forward_s", "queue_s", "idle_s"])
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1.0, 1.7e308, 1.1e9])
+def test_a_header_whose_times_could_not_be_summed_is_refused(field: str, seconds: float) -> None:
+    """Two of 1.7e308 s would make the sums of a run infinite, and every difference of them NaN, for ever."""
+    right = msgpack.unpackb(codec.encode_header(HEADER))
+    with pytest.raises(RemoteProtocolError, match=field):
+        codec.decode_header(msgpack.packb(right | {field: seconds}))
+    with pytest.raises(LocalProtocolError, match=field):
+        codec.encode_header(dataclasses.replace(HEADER, **{field: seconds}))
 
 
 @pytest.mark.parametrize("fill", [[7, 0], [7, 0, -1], [7, -1, 0], [7, 0, 4096], [2**60, 0, 0], [7, 0, True], "700"])

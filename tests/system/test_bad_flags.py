@@ -28,6 +28,7 @@ BAD_FLAGS = [
     (("--seed", "-1"), "--seed must be 0 to 2^63 - 1, got -1"),
     (("--threads", "100000"), "--threads must be at most 4096, got 100000"),
     (("--teacher-timeout", "0"), "--teacher-timeout must be > 0, got 0"),
+    (("--request-timeout", "1e10"), "--request-timeout must be <= 1e+09, got 10000000000.0"),
     (("--config", "/no/such/file.yaml"), "--config /no/such/file.yaml: No such file or directory; allowed: "),
     (("--fsdp",), "--fsdp needs ranks, as torchrun"),
     (("--vocab-parallel", "2"), "--vocab-parallel needs ranks, as torchrun"),
