@@ -172,8 +172,8 @@ class TeacherService:
                 deterministic=self._config.deterministic,
             )
             for work, parts in answers:
-                pending.remove(work)
                 self._hand_over(work, parts)
+                pending.remove(work)  # only now: the states of this one may still fail to leave the device
         except Exception as failure:
             if self._config.raises_failures:
                 raise

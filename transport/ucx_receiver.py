@@ -220,8 +220,9 @@ class UcxReceiver(Receiver):
         begin = ANNOUNCE.size + 8 * num_parts
         sizes = struct.unpack(f"<{num_parts}Q", message[ANNOUNCE.size : begin]) if len(message) >= begin else ()
         header, inline = message[begin : begin + header_bytes], message[begin + header_bytes :]
-        is_valid = len(header) == header_bytes <= MAX_HEADER_BYTES and num_bytes <= self._arena.slot_bytes
-        if not is_valid or (sum(sizes) if num_parts else len(inline)) != num_bytes:
+        is_whole = len(sizes) == num_parts and len(header) == header_bytes <= MAX_HEADER_BYTES
+        payload_bytes = len(inline) + sum(sizes)
+        if not is_whole or (sizes and inline) or not payload_bytes == num_bytes <= self._arena.slot_bytes:
             self._break(f"its announcement of {fill}, {num_bytes} bytes in {num_parts} parts, makes no sense")
             return
         if len(self._incoming) >= self._max_announced:

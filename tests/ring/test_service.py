@@ -34,6 +34,13 @@ from tests.ring.rig import (
 from transport.memory import SlotArena
 
 
+class Unreadable(torch.Tensor):
+    """On a device that has just failed."""
+
+    def cpu(self, *_: object, **__: object) -> torch.Tensor:
+        raise RuntimeError("the device is lost")
+
+
 class WatchedModel:
     """The real model; it writes down who shared a pass, and waits or raises where the test wants that."""
 
@@ -44,6 +51,7 @@ class WatchedModel:
         self.may_go_on = threading.Event()
         self.may_go_on.set()
         self.errors: list[Exception] = []
+        self.unreadable = 0  # answers that can't be copied to the host
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
@@ -56,7 +64,11 @@ class WatchedModel:
         assert self.may_go_on.wait(HANG_GUARD_S)
         if self.errors:
             raise self.errors.pop(0)
-        return self._model.iter_forward(requests, **options)
+        for index, pieces in self._model.iter_forward(requests, **options):
+            if self.unreadable:
+                self.unreadable -= 1
+                pieces = [piece.as_subclass(Unreadable) for piece in pieces]
+            yield index, pieces
 
 
 @pytest.fixture
@@ -207,6 +219,18 @@ def test_a_pass_that_raises_concerns_its_requests_alone(
         stats = ring.stats().machine
         assert stats.retries_by_cause[RetryCause.REFUSED] == 1
         assert stats.num_free == 5, "a refusal is the teacher's word: its slot is not kept back"
+
+
+def test_states_that_can_not_leave_the_device_are_refused_and_asked_for_again(
+    model: TeacherModel, watched: WatchedModel
+) -> None:
+    """The pass went well, so its request is not among those that failed with it; it must not be forgotten either."""
+    with Teacher(watched) as asked, open_ring(model, asked) as ring:  # type: ignore[arg-type]
+        consume(ring, model, range(2))
+        watched.unreadable = 1
+        consume(ring, model, range(2, 6))
+        assert ring.stats().machine.retries_by_cause[RetryCause.REFUSED] == 1
+        assert asked.service.stats().computing == 0
 
 
 def test_a_model_that_always_raises_ends_the_run_with_what_it_raised(

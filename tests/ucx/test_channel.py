@@ -221,6 +221,30 @@ def test_a_teacher_that_announces_without_end_is_dropped(channel: tuple[SlotAren
     link.close()
 
 
+@pytest.mark.parametrize(
+    ("num_bytes", "num_parts", "rest"),
+    [
+        (0, 3, b""),  # too short for the sizes of its parts
+        (0, 3, bytes(23)),
+        (16, 1, bytes(8)),  # sizes of another sum
+        (16, 1, (8).to_bytes(8, "little") + bytes(8)),  # both parts and payload
+        (16, 0, bytes(15)),
+        (0, 0, b"x"),
+        (8 * MIB, 1, (8 * MIB).to_bytes(8, "little")),  # no slot is so large
+    ],
+)
+def test_an_announcement_that_makes_no_sense_ends_the_channel(
+    channel: tuple[SlotArena, UcxReceiver], num_bytes: int, num_parts: int, rest: bytes
+) -> None:
+    link = as_teacher(channel)
+    receiver = channel[1]
+    poll_both(link, receiver, lambda: receiver._link.is_connected)
+    link.say(ANNOUNCE.pack(KIND_ANNOUNCE, 1, 1, 1, 0, num_bytes, 0, num_parts) + rest)
+    with pytest.raises(PeerLost, match="makes no sense"):
+        poll_both(link, receiver, lambda: False)
+    link.close()
+
+
 def test_slots_of_another_size_are_refused(channel: tuple[SlotArena, UcxReceiver], peer: Peer) -> None:
     arena, receiver = channel
     peer.start("open_sender", "ucx", dict(receiver.describe()), arena.num_slots, arena.slot_bytes * 2)
