@@ -19,7 +19,7 @@ import zmq
 from ring.auth import load_keyring
 from ring.connection import ChannelOptions, LinkOpener
 from ring.control import ControlLink, ZmqLinks
-from ring.core.config import RingConfig
+from ring.core.config import MAX_SECONDS, RingConfig
 from ring.core.errors import ConfigError, DisaggKDError, TeacherLost
 from ring.core.messages import HeadInfo, Hello, Welcome
 from ring.endpoints import check_exposure
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 #: How long the beginning of a run waits for the other replicas once one has answered, to see that they are alike.
 OTHERS_WAIT_S = 2.0
 #: A teacher and a trainer in one process can't miss each other: a long step or evaluation is no reason to part.
-NEVER_S = float(2**31)
+NEVER_S = MAX_SECONDS
 
 
 @dataclass(frozen=True, kw_only=True)

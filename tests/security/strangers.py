@@ -17,7 +17,7 @@ from collections.abc import Callable
 import zmq
 
 from ring.core import codec
-from ring.core.config import MAX_SLOTS
+from ring.core.config import MAX_SECONDS, MAX_SLOTS
 from ring.core.messages import (
     Cancel,
     FillId,
@@ -210,7 +210,7 @@ class Stranger:
             wire_dtype=WireDtype.FP64,
             crc=True,
         )
-        requests = [Request(fill=fill, payload=payload, time_left_s=1e300) for payload in (tokens, head)]
+        requests = [Request(fill=fill, payload=payload, time_left_s=MAX_SECONDS) for payload in (tokens, head)]
         return self._rng.choice(
             [*requests, hello, offer, Cancel(fill=fill), Ping(token=2**48), Pong(token=0), Goodbye(reason="\n" * 4096)]
         )
