@@ -89,13 +89,13 @@ LINKS: dict[str, Link] = {
 }
 
 
-def find_gpu(name: str) -> Gpu:
+def find_gpu(name: str, *, flag: str) -> Gpu:
     """Raises PlanError: no preset of that name."""
     try:
         return GPUS[name.lower()]
     except KeyError:
         allowed = ", ".join(gpu.name for gpu in GPUS.values())
-        raise PlanError(f"--gpu {name}: no such preset; allowed: {allowed}") from None
+        raise PlanError(f"{flag} {name}: no such preset; allowed: {allowed}") from None
 
 
 def find_link(name: str, *, flag: str) -> Link:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +17,8 @@ from pathlib import Path
 from planner.architecture import ModelShape
 from planner.errors import PlanError
 from planner.families import shape_of
+
+logger = logging.getLogger(__name__)
 
 Config = Mapping[str, object]
 
@@ -163,11 +166,38 @@ PRESETS: dict[str, Config] = {
 def find_model(name: str, *, flag: str) -> ModelShape:
     """The shape of a preset (case does not matter), a checkpoint directory, a config.json, or a hub id in the cache.
 
+    An owner/name that is nowhere on this machine is taken as the preset of that name, which is logged.
     Raises PlanError: nothing of that name; a config that can't be read."""
     if not name:
         raise PlanError(f"{flag} is empty; allowed: a preset (--list), a directory or a config.json")
+    try:
+        found = _found_here(name, flag=flag)
+        is_path = _is_path(name)
+    except (OSError, RuntimeError, ValueError) as error:
+        # No file can have such a name, it may not be looked at, or ~user is nobody.
+        if isinstance(error, PlanError):
+            raise
+        reason = (error.strerror if isinstance(error, OSError) else None) or error
+        raise PlanError(f"{flag} {name}: {reason}; allowed: a preset (--list), a directory or a config.json") from error
+    if found is not None:
+        return found
     by_lower = {preset.lower(): preset for preset in PRESETS}
     preset = by_lower.get(name.rsplit("/", 1)[-1].lower())
+    if preset is not None and is_path:
+        raise PlanError(f"{flag} {name}: no such directory or file; allowed: one that is there, or the preset {preset}")
+    if preset is not None:
+        if "/" in name:
+            logger.warning("%s %s: no directory and not in the cache; the preset %s is taken", flag, name, preset)
+        return shape_of(PRESETS[preset], name=preset)
+    near = difflib.get_close_matches(name.rsplit("/", 1)[-1].lower(), by_lower, n=3, cutoff=0.0)
+    raise PlanError(
+        f"{flag} {name}: no preset, no directory, no config.json and no hub id in the cache; allowed: one of these; "
+        f"--list shows the presets, the nearest are {', '.join(by_lower[each] for each in near)}"
+    )
+
+
+def _found_here(name: str, *, flag: str) -> ModelShape | None:
+    """From a directory, a config.json or the hub's cache. Raises PlanError, and what looking at a path raises."""
     path = Path(name).expanduser()
     if path.is_dir() or path.is_file():
         file = path / "config.json" if path.is_dir() else path
@@ -177,15 +207,13 @@ def find_model(name: str, *, flag: str) -> ModelShape:
             )
         return shape_of(_read(file, flag=flag), name=path.name if path.is_dir() else path.parent.name or name)
     cached = _cached_config(name)
-    if cached is not None:
-        return shape_of(_read(cached, flag=flag), name=name)
-    if preset is not None:
-        return shape_of(PRESETS[preset], name=preset)
-    near = difflib.get_close_matches(name.rsplit("/", 1)[-1].lower(), by_lower, n=3, cutoff=0.0)
-    raise PlanError(
-        f"{flag} {name}: no preset, no directory, no config.json and no hub id in the cache; allowed: one of these; "
-        f"--list shows the presets, the nearest are {', '.join(by_lower[each] for each in near)}"
-    )
+    return None if cached is None else shape_of(_read(cached, flag=flag), name=name)
+
+
+def _is_path(name: str) -> bool:
+    """Whether it can't be meant as an owner/name of the hub."""
+    owner, _, _ = name.rpartition("/")
+    return name.startswith((".", "/", "~")) or "/" in owner or (owner != "" and Path(owner).exists())
 
 
 def _read(file: Path, *, flag: str) -> Config:

@@ -53,7 +53,7 @@ class Question:
 
     def teacher_flops_per_s(self, gpu: Gpu) -> float:
         """Peak of a GPU at the teacher's products."""
-        return gpu.rate(element_bytes=WEIGHT_BYTES[self.settings.teacher_dtype])
+        return gpu.rate(element_bytes=self.settings.teacher_bytes)
 
     def needed(self, memory: DeviceMemory) -> int:
         """What a device must have: the peak, what the allocator loses, and the reserve."""
@@ -145,8 +145,8 @@ def question_of(settings: PlanSettings) -> Question:
     heads = max(layer.attention.num_heads for layer in student.layers)
     if heads % settings.student_tp:
         raise PlanError(f"--student-tp {settings.student_tp}: {student.name} has {heads} heads; allowed: a divisor")
-    gpu = find_gpu(settings.gpu)
-    teacher_gpu = find_gpu(settings.teacher_gpu) if settings.teacher_gpu else gpu
+    gpu = find_gpu(settings.gpu, flag="--gpu")
+    teacher_gpu = find_gpu(settings.teacher_gpu, flag="--teacher-gpu") if settings.teacher_gpu else gpu
     if settings.gpu_memory_gb is not None:
         gpu = replace(gpu, memory_bytes=int(settings.gpu_memory_gb * 1e9))
     if settings.gpu_tflops is not None:
@@ -194,8 +194,8 @@ def trainer_setup(question: Question, layout: Layout, loss: Loss) -> TrainerSetu
         vocab_shards=1 if loss == "full" else settings.vocab_parallel,
         checkpointing=settings.checkpointing,
         grad_accum=settings.grad_accum,
-        wire_bytes=settings.wire_bytes,
-        teacher_bytes=WEIGHT_BYTES[settings.teacher_dtype],
+        wire_bytes=settings.teacher_bytes,
+        teacher_bytes=settings.teacher_bytes,
         ring_depth=settings.ring_depth,
         ring_spares=settings.ring_spares,
         slots_on_device=settings.slots == "device",
@@ -248,7 +248,7 @@ def plan_of(question: Question) -> Plan:
         needed_bytes_per_s=needed_bytes_per_s(
             microbatch_bytes=_microbatch_bytes(question), step_s=stages.student_s, num_trainers=settings.num_trainers
         ),
-        token_bytes=token_bytes(question.teacher, wire_bytes=settings.wire_bytes, k=settings.top_k),
+        token_bytes=token_bytes(question.teacher, wire_bytes=settings.teacher_bytes, k=settings.top_k),
     )
 
 
@@ -267,7 +267,7 @@ def node_counts(settings: PlanSettings) -> list[int]:
 
 def _microbatch_bytes(question: Question) -> int:
     settings = question.settings
-    return states_bytes(settings.rows, question.teacher.hidden_size, settings.wire_bytes)
+    return states_bytes(settings.rows, question.teacher.hidden_size, settings.teacher_bytes)
 
 
 def _student_s(question: Question, rate: float, setup: TrainerSetup) -> float:
@@ -293,8 +293,8 @@ def _teacher_plan(question: Question, student_rate: float) -> TeacherPlan:
         teacher=teacher,
         tp=settings.teacher_tp or 1,
         pp=settings.teacher_pp,
-        element_bytes=WEIGHT_BYTES[settings.teacher_dtype],
-        wire_bytes=settings.wire_bytes,
+        element_bytes=settings.teacher_bytes,
+        wire_bytes=settings.teacher_bytes,
         batch_tokens=settings.teacher_batch_tokens,
         sequence_tokens=settings.sequence_tokens,
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
@@ -14,8 +13,11 @@ FlagT = TypeVar("FlagT")
 #: More of anything is a slip of the finger.
 MAX_COUNT = 10**6
 MAX_TOKENS = 10**8
+#: Rates and sizes beyond these are no machine's, and would end in infinities.
+MIN_NUMBER, MAX_NUMBER = 1e-6, 1e12
 
-WEIGHT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8": 1}
+#: Of a weight, and of a state on the wire: a teacher's states have the dtype of its weights.
+WEIGHT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 
 def flag(default: FlagT, text: str, *, metavar: str | None = None) -> FlagT:
@@ -55,7 +57,7 @@ class PlanSettings:
     workspace_bytes: int | None = flag(None, "of the fused loss; default: it chooses")
     full_logit_bytes: int = flag(18, "bytes that the full loss holds for one logit; the textbook here takes 37")
 
-    teacher_dtype: Literal["bf16", "fp16", "fp32", "fp8"] = flag("bf16", "of the teacher's weights")
+    teacher_dtype: Literal["bf16", "fp16", "fp32"] = flag("bf16", "of the teacher's weights and of its states")
     teacher_gpu: str = flag("", "preset of the teacher's GPUs; default: as --gpu")
     teacher_gpus_per_node: int = flag(8, "GPUs in a node of the teacher's")
     teacher_tp: int = flag(0, "GPUs that share each of the teacher's layers; 0: the fewest that fit")
@@ -72,7 +74,6 @@ class PlanSettings:
     link_gbit: float | None = flag(None, "its rate in Gbit/s; default: the preset's", metavar="GBIT")
     link_latency_us: float | None = flag(None, "its round trip; default: the preset's", metavar="US")
     fabric: str = flag("IB-400", "preset of each training GPU's port to other nodes")
-    wire_dtype: Literal["bf16", "fp16", "fp32"] = flag("bf16", "dtype of the states on the wire")
     ring_depth: int = flag(3, "slots of each trainer's ring")
     ring_spares: int = flag(2, "further slots for quarantine")
     slots: Literal["host", "device"] = flag("host", "where slots lie; on the host a microbatch's states are copied")
@@ -108,15 +109,16 @@ class PlanSettings:
         _require(self, "teacher_gpus_per_node", 1 <= self.teacher_gpus_per_node <= MAX_COUNT, f"1 to {MAX_COUNT}")
         _require(self, "full_logit_bytes", 1 <= self.full_logit_bytes <= 1000, "1 to 1000")
         for name in ("student_mfu", "teacher_mfu", "counted_frac"):
-            _require(self, name, 0 < getattr(self, name) <= 1, "above 0, at most 1")
+            _require(self, name, MIN_NUMBER <= getattr(self, name) <= 1, f"{MIN_NUMBER:g} to 1")
         for name in ("fragmentation_frac", "jitter_frac"):
             _require(self, name, 0 <= getattr(self, name) <= 1, "0 to 1")
         for name in ("gpu_memory_gb", "gpu_tflops", "student_tokens_per_s", "teacher_tokens_per_s", "link_gbit"):
             value = getattr(self, name)
-            _require(self, name, value is None or (math.isfinite(value) and value > 0), "above 0")
+            holds = value is None or MIN_NUMBER <= value <= MAX_NUMBER
+            _require(self, name, holds, f"{MIN_NUMBER:g} to {MAX_NUMBER:g}")
         for name in ("link_latency_us", "reserve_gb"):
             value = getattr(self, name)
-            _require(self, name, value is None or (math.isfinite(value) and value >= 0), "0 or more")
+            _require(self, name, value is None or 0 <= value <= MAX_NUMBER, f"0 to {MAX_NUMBER:g}")
         _require(self, "workspace_bytes", self.workspace_bytes is None or self.workspace_bytes >= 1, "1 or more")
         self._check_groups()
 
@@ -153,8 +155,9 @@ class PlanSettings:
         return max(1, round(self.tokens_per_gpu * self.counted_frac))
 
     @property
-    def wire_bytes(self) -> int:
-        return WEIGHT_BYTES[self.wire_dtype]
+    def teacher_bytes(self) -> int:
+        """Of a weight of the teacher's, and of a number of its states: a run has no other dtype on the wire."""
+        return WEIGHT_BYTES[self.teacher_dtype]
 
 
 def _require(settings: PlanSettings, name: str, holds: bool, allowed: str) -> None:

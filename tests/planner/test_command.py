@@ -131,6 +131,18 @@ def test_a_sweep_leaves_a_picture_a_table_and_json(tmp_path: Path, capsys: pytes
         ([*ASKED, "--nodes", "1000", "--simulate"], "a simulation of 8,000 trainers; allowed: at most 1,136"),
         ([*ASKED, "--student", ""], "--student is empty; allowed: a preset"),
         ([*ASKED, "--teacher", "planner"], "--teacher planner: a directory without a config.json"),
+        ([*ASKED, "--teacher", "~nobody-of-that-name/x"], "--teacher ~nobody-of-that-name/x: Could not determine home"),
+        ([*ASKED, "--teacher", "x" * 300], f"--teacher {'x' * 300}: File name too long; allowed: a preset"),
+        ([*ASKED, "--teacher", "planner/" + "x" * 300], "File name too long; allowed: a preset"),
+        ([*ASKED, "--teacher", "owner/" + "x" * 300], "no preset, no directory, no config.json"),
+        ([*ASKED, "--teacher", "./Qwen3-8B"], "--teacher ./Qwen3-8B: no such directory or file; allowed: one that is"),
+        ([*ASKED, "--teacher", "~/Qwen3-8B"], "or the preset Qwen3-8B"),
+        ([*ASKED, "--teacher", "/models/Qwen3-8B"], "or the preset Qwen3-8B"),
+        ([*ASKED, "--teacher", "models/base/Qwen3-8B"], "or the preset Qwen3-8B"),
+        ([*ASKED, "--teacher", "planner/Qwen3-8B"], "--teacher planner/Qwen3-8B: no such directory or file"),
+        ([*ASKED, "--teacher-gpu", "foo"], "--teacher-gpu foo: no such preset"),
+        ([*ASKED, "--teacher-dtype", "fp8"], "argument --teacher-dtype: invalid choice: 'fp8'"),
+        ([*ASKED, "--wire-dtype", "fp16"], "unrecognized arguments: --wire-dtype fp16"),
         ([*ASKED, "--no-such-flag"], "unrecognized arguments: --no-such-flag"),
         ([*ASKED, "--precision", "fp7"], "argument --precision: invalid choice: 'fp7'"),
         ([*ASKED, "--checkpointing", "maybe"], "invalid value 'maybe'; allowed: on, off"),
@@ -146,6 +158,14 @@ def test_bad_input_is_one_clear_line_and_exit_2(
     (line,) = printed.err.splitlines()
     assert line.startswith("planner: error: ")
     assert said in line
+
+
+def test_a_preset_that_stands_for_a_model_of_the_hub_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    assert main([*ASKED, "--teacher", "Qwen/Qwen3.5-35B-A3B"]) == 0
+    (said,) = caplog.messages
+    assert (
+        said == "--teacher Qwen/Qwen3.5-35B-A3B: no directory and not in the cache; the preset Qwen3.5-35B-A3B is taken"
+    )
 
 
 def test_many_nodes_are_answered_in_doubling_steps(capsys: pytest.CaptureFixture[str]) -> None:

@@ -135,7 +135,20 @@ def test_parameters_of_a_variant_are_those_of_the_real_class(variant: str) -> No
 def test_every_family_is_compared_with_its_real_class() -> None:
     compared = {PRESETS[name]["model_type"] for name in ON_META} | {raw["model_type"] for raw in VARIANTS.values()}
     # The wrapper's type stands for its text part; Kimi-K2 is DeepSeek-V3's class under another name.
-    assert set(FAMILIES) - compared == {"qwen3_5", "qwen3_5_moe", "kimi_k2"}
+    others = {"qwen3_5", "qwen3_5_moe", "kimi_k2"}
+    assert set(FAMILIES) - compared == others
+    page = (Path(__file__).parents[2] / "docs" / "cost-models.md").read_text()
+    assert f"the real classes of {len(compared)} model types ({len(others)} more are other names of theirs)" in page
+
+
+def test_what_the_page_says_is_missing_follows_from_its_own_table() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "cost-models.md").read_text()
+    said = re.search(r"What is missing, (\d+) to (\d+) MiB in all of them", page)
+    table = page[page.index("| Shape | colocated, full |") :].partition("\n\n")[0]
+    missing = [int(measured) - int(predicted) for predicted, measured in re.findall(r"(\d+) / (\d+)", table)]
+    assert said is not None
+    assert len(missing) == 18
+    assert [int(number) for number in said.groups()] == [min(missing), max(missing)]
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

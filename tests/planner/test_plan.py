@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 
@@ -29,6 +30,9 @@ NOT_AT_THE_PEAK: dict[tuple[Layout, Loss], set[str]] = {
     ("colocated", "fused"): {"teacher_gather"},
     ("disagg", "fused"): set(),
 }
+#: All flags that are no whole number.
+FLOATS = [name for name, kind in get_type_hints(PlanSettings).items() if kind is float or float in get_args(kind)]
+MAY_BE_0 = {"jitter_frac", "fragmentation_frac", "reserve_gb", "link_latency_us"}
 
 
 def plan_for(teacher: str, student: str, **changes: Any) -> Plan:
@@ -202,6 +206,36 @@ def test_float32_is_timed_at_its_own_rate() -> None:
     assert mixed.teacher.tokens_per_s * mixed.teacher.flops_per_token == pytest.approx(0.3 * 989e12)
 
 
+def test_states_have_the_dtype_of_the_teachers_weights() -> None:
+    """The trainer takes the first of the dtypes that its teacher names, which is that of its weights."""
+    plans = {
+        dtype: plan_for("Qwen3.5-35B-A3B", "Qwen3.5-9B", teacher_dtype=dtype) for dtype in ("bf16", "fp16", "fp32")
+    }
+    assert [plan.token_bytes.hidden for plan in plans.values()] == [2 * 2048, 2 * 2048, 4 * 2048]
+    bf16, fp32 = plans["bf16"], plans["fp32"]
+    assert fp32.stages.link_s == 2 * bf16.stages.link_s
+    terms = [
+        {term.name: term.num_bytes for moment in plan.layout("disagg", "fused").memory.moments for term in moment.terms}
+        for plan in (bf16, fp32)
+    ]
+    for name in ("states", "teacher_head"):
+        assert terms[1][name] == 2 * terms[0][name]
+
+
+@pytest.mark.parametrize("value", [1e308, 1e-320, float("inf"), float("nan"), -1.0, 0.0, 1e-6, 1e12])
+@pytest.mark.parametrize("name", FLOATS)
+def test_a_number_is_answered_or_refused_however_large_or_small(name: str, value: float) -> None:
+    asked = {"teacher": "Qwen3.5-35B-A3B", "student": "Qwen3.5-9B", name: value}
+    if 1e-6 <= value <= (1 if name.endswith(("_frac", "_mfu")) else 1e12):
+        plan = plan_of(question_of(PlanSettings(**asked)))
+        assert all(math.isfinite(layout.step_s) and layout.step_s > 0 for layout in plan.layouts)
+    elif name in MAY_BE_0 and 0 <= value < 1e-6:
+        assert plan_of(question_of(PlanSettings(**asked))).layouts
+    else:
+        with pytest.raises(PlanError, match=f"--{name.replace('_', '-')} must be"):
+            PlanSettings(**asked)
+
+
 def test_a_fill_crosses_one_port_however_many_nodes_there_are() -> None:
     """8192 rows of 2048 bf16 numbers over nine tenths of 10 Gbit/s; four nodes share the work, but not a fill."""
     for nodes in (1, 4):
@@ -219,16 +253,18 @@ def test_a_fill_crosses_one_port_however_many_nodes_there_are() -> None:
         ({"gpus": 0}, "--gpus must be 1 to"),
         ({"nodes": -1}, "--nodes must be 1 to"),
         ({"tokens_per_gpu": 0}, "--tokens-per-gpu must be 1 to"),
-        ({"counted_frac": 0.0}, "--counted-frac must be above 0"),
-        ({"gpu_memory_gb": -80.0}, "--gpu-memory-gb must be above 0"),
-        ({"gpu_memory_gb": float("nan")}, "--gpu-memory-gb must be above 0"),
-        ({"student_mfu": 1.5}, "--student-mfu must be above 0, at most 1"),
+        ({"counted_frac": 0.0}, "--counted-frac must be 1e-06 to 1, got 0.0"),
+        ({"gpu_memory_gb": -80.0}, "--gpu-memory-gb must be 1e-06 to 1e+12, got -80.0"),
+        ({"gpu_memory_gb": float("nan")}, "--gpu-memory-gb must be 1e-06 to 1e+12, got nan"),
+        ({"student_mfu": 1.5}, "--student-mfu must be 1e-06 to 1, got 1.5"),
+        ({"link_latency_us": -1.0}, "--link-latency-us must be 0 to 1e+12, got -1.0"),
         ({"student_tp": 3}, "--student-tp 3 does not divide the 8 GPUs that train"),
         ({"fsdp_ranks": 3}, "--fsdp-ranks 3 does not divide the 8 trainers"),
         ({"vocab_parallel": 16}, "--vocab-parallel 16 does not divide the 8 trainers"),
         ({"teacher_tp": 3}, "--teacher-tp 3: Qwen3.5-35B-A3B has 32 heads"),
         ({"teacher_pp": 41}, "--teacher-pp 41: Qwen3.5-35B-A3B has 40 layers"),
         ({"gpu": "H9000"}, "--gpu H9000: no such preset; allowed: A100-40"),
+        ({"teacher_gpu": "H9000"}, "--teacher-gpu H9000: no such preset; allowed: A100-40"),
         ({"link": "string"}, "--link string: no such preset; allowed: 10GbE"),
         ({"fabric": "string"}, "--fabric string: no such preset"),
         ({"workspace_bytes": 10}, "--workspace-bytes: workspace_bytes: got 10; allowed:"),
