@@ -2,8 +2,9 @@
 
     python -m examples.hf_trainer_kd --teacher DIR --student DIR --data FILE.txt --out DIR
 
-What to take from it is DistillationTrainer, which needs nothing of this project but `student.loss`. It runs on one
-device or under DDP; under FSDP the student and the loss have to be one module, as in `student.train`.
+What to take from it is DistillationTrainer, which needs nothing of this project but `student.loss` and a function of
+`planner`. It runs on one device or under DDP; under FSDP the student and the loss have to be one module, as in
+`student.train`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from planner.token_map import num_tokens_of
 from student.loss import KDLoss, head_of
 
 
@@ -30,16 +32,36 @@ def final_states(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
     return states
 
 
+def in_compute_dtype(states: Tensor, settings: transformers.TrainingArguments) -> Tensor:
+    """The states as the model made them: under bf16 or fp16 accelerate hands its outputs on in float32, and the loss
+    would multiply in float32, at a fraction of the speed and twice the memory."""
+    if settings.bf16 or settings.fp16:
+        return states.to(torch.bfloat16 if settings.bf16 else torch.float16)
+    return states
+
+
 class DistillationTrainer(transformers.Trainer):
     """A Trainer whose loss is distillation from a teacher plus cross entropy, over the labels that are not -100.
 
-    teacher: a causal LM with the same token map; it is moved to the device, and never trained."""
+    teacher: a causal LM with the same token map; it is moved to the device, and never trained. processing_class: the
+    tokenizer; it says which columns of the two heads are tokens, for models of one family are padded to different
+    sizes. Without it all are, and the heads must have equally many."""
 
-    def __init__(self, *args: Any, teacher: transformers.PreTrainedModel, kd_loss: KDLoss, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(
+        self,
+        model: transformers.PreTrainedModel,
+        args: transformers.TrainingArguments,
+        *,
+        teacher: transformers.PreTrainedModel,
+        kd_loss: KDLoss,
+        processing_class: transformers.PreTrainedTokenizerBase | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(model, args, processing_class=processing_class, **kwargs)
         self.teacher: nn.Module = teacher.eval().requires_grad_(False)
         self.teacher.to(self.args.device)
         self.kd_loss = kd_loss
+        self.num_tokens = None if processing_class is None else num_tokens_of(processing_class.get_vocab())
         # Asks the Trainer to count the labels of a step over microbatches and ranks. With that count as the divisor no
         # microbatch counts more for being short, and the Trainer does not divide by their number.
         self.model_accepts_loss_kwargs = True
@@ -52,16 +74,16 @@ class DistillationTrainer(transformers.Trainer):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         student, teacher = self.accelerator.unwrap_model(model), self.teacher
-        with torch.no_grad():
-            teacher_states = final_states(teacher, inputs)
-        student_states = final_states(model, inputs)
+        with torch.no_grad(), self.accelerator.autocast():
+            teacher_states = in_compute_dtype(final_states(teacher, inputs), self.args)
+        student_states = in_compute_dtype(final_states(model, inputs), self.args)
         # Position i predicts token i + 1.
         labels = inputs["labels"][:, 1:].reshape(-1)
         out = self.kd_loss(
             student_states[:, :-1].reshape(labels.shape[0], -1),
-            head_of(student),
+            head_of(student, num_tokens=self.num_tokens),
             teacher_states[:, :-1].reshape(labels.shape[0], -1),
-            head_of(teacher),
+            head_of(teacher, num_tokens=self.num_tokens),
             labels,
             num_rows=num_items_in_batch,
         )
@@ -89,9 +111,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--lr", type=float, default=1e-4)
+    parser.add_argument("--bf16", action="store_true", help="bf16 autocast over float32 weights")
     asked = parser.parse_args(argv)
     tokenizer = transformers.AutoTokenizer.from_pretrained(asked.student)
-    models = [transformers.AutoModelForCausalLM.from_pretrained(path) for path in (asked.student, asked.teacher)]
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    # Weights in 16 bits would lose what a small step adds to them.
+    student, teacher = load(asked.student, dtype=torch.float32), load(asked.teacher)
     settings = transformers.TrainingArguments(
         output_dir=asked.out,
         max_steps=asked.steps,
@@ -103,11 +128,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         save_strategy="no",
         remove_unused_columns=False,
         label_names=["labels"],
+        bf16=asked.bf16,
+        use_cpu=not torch.accelerator.is_available(),
     )
     trainer = DistillationTrainer(
-        models[0],
+        student,
         settings,
-        teacher=models[1],
+        teacher=teacher,
+        processing_class=tokenizer,
         kd_loss=KDLoss("forward_kl", kd_weight=0.9, ce_weight=0.1),
         train_dataset=read_texts(asked.data, tokenizer, asked.length),
         data_collator=transformers.DataCollatorForLanguageModeling(tokenizer, mlm=False),

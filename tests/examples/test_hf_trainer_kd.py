@@ -12,8 +12,8 @@ from datasets import Dataset
 from torch.nn import functional
 
 from examples.hf_trainer_kd import DistillationTrainer, main
-from student.loss import KDLoss
-from tests.tiny_models import TOKENIZER_VOCAB, build_tiny_checkpoint, tiny_model
+from tests.examples.noting_loss import NotingLoss
+from tests.tiny_models import TOKENIZER_VOCAB, build_tiny_checkpoint, tiny_model, tiny_tokenizer
 
 LENGTH = 12
 
@@ -30,7 +30,17 @@ def sequences(num: int, *, seed: int = 0) -> Dataset:
     return Dataset.from_list(rows)
 
 
-def trainer_of(tmp_path: Path, *, batch: int, accumulate: int, **loss: Any) -> DistillationTrainer:
+def trainer_of(
+    tmp_path: Path,
+    *,
+    batch: int,
+    accumulate: int,
+    student: transformers.PreTrainedModel | None = None,
+    teacher: transformers.PreTrainedModel | None = None,
+    bf16: bool = False,
+    processing_class: transformers.PreTrainedTokenizerBase | None = None,
+    **loss: Any,
+) -> DistillationTrainer:
     settings = transformers.TrainingArguments(
         output_dir=str(tmp_path),
         max_steps=1,
@@ -45,11 +55,17 @@ def trainer_of(tmp_path: Path, *, batch: int, accumulate: int, **loss: Any) -> D
         remove_unused_columns=False,
         use_cpu=True,
         label_names=["labels"],
+        bf16=bf16,
     )
-    student = tiny_model("qwen3", seed=1)
-    kd_loss = KDLoss("forward_kl", kd_weight=0.7, ce_weight=0.3, **loss)
-    teacher = tiny_model("llama", seed=2)
-    return DistillationTrainer(student, settings, teacher=teacher, kd_loss=kd_loss, train_dataset=sequences(4))
+    return DistillationTrainer(
+        student or tiny_model("qwen3", seed=1),
+        settings,
+        teacher=teacher or tiny_model("llama", seed=2),
+        kd_loss=NotingLoss("forward_kl", kd_weight=0.7, ce_weight=0.3, **loss),
+        train_dataset=sequences(4),
+        data_collator=transformers.default_data_collator,
+        processing_class=processing_class,
+    )
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
@@ -83,6 +99,34 @@ def test_microbatches_with_few_labels_count_no_more_than_in_one_batch(tmp_path: 
         torch.testing.assert_close(other, trained[0], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("columns", [(384, 448), (448, 384)])
+def test_heads_padded_to_different_sizes_train_on_the_tokens_alone(columns: tuple[int, int], tmp_path: Path) -> None:
+    student, teacher = (tiny_model("qwen3", seed=seed, vocab_size=size) for seed, size in enumerate(columns))
+    trainer = trainer_of(
+        tmp_path, batch=4, accumulate=1, student=student, teacher=teacher, processing_class=tiny_tokenizer()
+    )
+    batch = trainer.data_collator([trainer.train_dataset[i] for i in range(4)])
+    with torch.no_grad():
+        s_NV, t_NV = (m(batch["input_ids"]).logits[:, :-1, :TOKENIZER_VOCAB].flatten(0, 1) for m in (student, teacher))
+        labels_N = batch["labels"][:, 1:].flatten()
+        log_s_NV, log_t_NV = (functional.log_softmax(z_NV[labels_N != -100], -1) for z_NV in (s_NV, t_NV))
+        kd = functional.kl_div(log_s_NV, log_t_NV, log_target=True, reduction="batchmean")
+        wanted = 0.7 * kd + 0.3 * functional.cross_entropy(s_NV, labels_N)
+        torch.testing.assert_close(trainer.compute_loss(student, batch), wanted, rtol=1e-4, atol=1e-5)
+    trainer.train()
+    assert all(parameter.isfinite().all() for parameter in student.parameters())
+
+
+def test_under_bf16_the_loss_gets_states_in_bf16(tmp_path: Path) -> None:
+    losses = []
+    for bf16 in (False, True):
+        trainer = trainer_of(tmp_path, batch=4, accumulate=1, bf16=bf16)
+        losses.append(trainer.train().training_loss)
+        assert trainer.kd_loss.dtypes == ((torch.bfloat16,) * 2 if bf16 else (torch.float32,) * 2)
+        assert all(parameter.dtype == torch.float32 for parameter in trainer.model.parameters())
+    assert losses[1] == pytest.approx(losses[0], rel=2e-2)
+
+
 def test_the_teacher_is_not_trained(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, batch=2, accumulate=1)
     before = [parameter.clone() for parameter in trainer.teacher.parameters()]
@@ -91,14 +135,16 @@ def test_the_teacher_is_not_trained(tmp_path: Path) -> None:
     assert all(parameter.grad is None for parameter in trainer.teacher.parameters())
 
 
-def test_it_trains_from_checkpoints_to_a_checkpoint(tmp_path: Path) -> None:
-    student = build_tiny_checkpoint(tmp_path / "student", "qwen3", seed=1)
-    teacher = build_tiny_checkpoint(tmp_path / "teacher", "gemma3", seed=2)
+@pytest.mark.parametrize("flags", [[], ["--bf16"]], ids=["fp32", "bf16"])
+def test_it_trains_from_checkpoints_to_a_checkpoint(flags: list[str], tmp_path: Path) -> None:
+    student = build_tiny_checkpoint(tmp_path / "student", "qwen3", seed=1, vocab_size=384, dtype=torch.bfloat16)
+    teacher = build_tiny_checkpoint(tmp_path / "teacher", "gemma3", seed=2, vocab_size=448)
     (tmp_path / "text.txt").write_text("\n\n".join(f"The slot number {i} carries one request." for i in range(8)))
     arguments = ["--teacher", str(teacher), "--student", str(student), "--data", str(tmp_path / "text.txt")]
     arguments += ["--out", str(tmp_path / "out"), "--steps", "3", "--batch", "2", "--accumulate", "2", "--lr", "1e-2"]
-    assert main(arguments) == 0
+    assert main([*arguments, *flags]) == 0
     trained = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert trained.dtype == torch.float32
     start = transformers.AutoModelForCausalLM.from_pretrained(student)
     assert not torch.equal(trained.get_output_embeddings().weight, start.get_output_embeddings().weight)
     assert all(parameter.isfinite().all() for parameter in trained.parameters())
