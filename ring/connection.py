@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ring.control import ControlLink
 from ring.core.errors import ConfigError
 from ring.core.messages import Welcome
 from ring.session import Session
+from transport.contract import Arrival
 
 #: A replica that was lost is tried again after this, doubled up to the maximum while it stays away.
 RECONNECT_MIN_S = 0.25
@@ -43,13 +45,15 @@ NO_ANSWER = "no answer yet"
 @dataclass(kw_only=True)
 class Replica:
     """What the pump knows of one replica, between and during sessions. `welcome`: what it said of itself last.
-    `leaving`: its session is over but for the fills that it brought before; nothing is said to it any more."""
+    `leaving`: its session is over but for the fills that it brought before; nothing is said to it any more. `arrived`:
+    fills that are whole, and that the machine was not told of yet."""
 
     name: str
     open_link: LinkOpener
     session: Session | None = None
     up: bool = False
     leaving: bool = False
+    arrived: deque[Arrival] = field(default_factory=deque)
     retry_at_s: float = 0.0
     backoff_s: float = RECONNECT_MIN_S
     last_error: str = NO_ANSWER

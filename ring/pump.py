@@ -255,8 +255,12 @@ class Pump:
         machine = self.machine
         if machine is None:
             return False
-        arrivals = session.arrivals()
-        for arrival in arrivals:
+        if not replica.arrived:
+            replica.arrived.extend(session.arrivals())
+        busy = bool(replica.arrived)
+        # One by one from where they are kept: what one of them has us do may end the session, and the rest comes first.
+        while replica.arrived:
+            arrival = replica.arrived.popleft()
             fill = arrival.fill
             try:
                 header = codec.decode_header(arrival.header)
@@ -271,7 +275,7 @@ class Pump:
                     )
             # At once: the trainer may be waiting for this very fill.
             self._carry_out(now_s)
-        return self._count_late(replica, session, now_s) or bool(arrivals)
+        return self._count_late(replica, session, now_s) or busy
 
     def _count_late(self, replica: Replica, session: Session, now_s: float) -> bool:
         late = session.newly_dropped()

@@ -12,6 +12,7 @@ import torch
 
 from ring.control import ControlLink
 from ring.core import codec
+from ring.core.actions import SendPing
 from ring.core.config import RingConfig
 from ring.core.errors import PeerLost
 from ring.core.messages import (
@@ -58,6 +59,7 @@ class Script(ControlLink):
         self.inbox: deque[Message] = deque()
         self.asked: list[Request] = []
         self.breaks = False  # the connection, once what was said has been heard
+        self.says_nothing = False  # which only who speaks to it finds out
         self.may_open = threading.Event()
         self.may_open.set()
         self.sender: Sender
@@ -70,9 +72,9 @@ class Script(ControlLink):
             self.inbox.append(welcome(message))
         elif isinstance(message, Offer):
             threading.Thread(target=self._open, args=(message,)).start()
+        elif self.breaks or self.says_nothing:
+            raise PeerLost("the connection broke")
         elif isinstance(message, Request):
-            if self.breaks:
-                raise PeerLost("the connection broke")
             self.asked.append(message)
             self._answer(self, message)
 
@@ -220,6 +222,36 @@ def test_fills_that_were_whole_before_the_session_ended_are_not_asked_for_again(
         stats = ring.stats().machine
         assert (stats.fills, stats.drops) == (2, 0)
         assert stats.retries == stats.retries_by_cause[RetryCause.DOWN] == 2
+
+
+def fill_both_and_fall_silent(link: Script, request: Request) -> None:
+    if len(link.asked) == 2:
+        for asked in link.asked:
+            link.fill(asked)
+        link.says_nothing = True
+
+
+@pytest.mark.parametrize("backend", ["local", "shm"])
+def test_a_session_that_ends_over_the_first_of_several_fills_loses_none(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is to be said meanwhile (here a ping that is due) finds the connection broken."""
+    link = Script(fill_both_and_fall_silent)
+    decode = codec.decode_header
+    with ring_to(backend, [link]) as ring:
+        all_up(ring)
+
+        def decode_while_a_ping_is_due(data: bytes | memoryview) -> FillHeader:
+            ring._pump._actions.append(SendPing("replica 0"))
+            return decode(data)
+
+        monkeypatch.setattr(codec, "decode_header", decode_while_a_ping_is_due)
+        for seq in range(2):
+            ring.submit(seq, request_of(seq))
+        take(ring, range(2))
+        wait_until(lambda: is_down(ring), "the end of the session")
+        stats = ring.stats().machine
+        assert (stats.fills, stats.retries, stats.drops) == (2, 0, 0)
 
 
 @pytest.mark.parametrize("backend", ["local", "shm"])
