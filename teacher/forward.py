@@ -74,6 +74,10 @@ class TeacherModel:
         return WireDtype(self.head_spec.dtype)
 
     @property
+    def device(self) -> torch.device:
+        return self.split.weight_VH.device
+
+    @property
     def wire_dtypes(self) -> tuple[WireDtype, ...]:
         """What states may travel as; the first is the head's own dtype: nothing lost."""
         return _WIRE_DTYPES[self.dtype]

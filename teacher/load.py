@@ -49,7 +49,8 @@ _TOKENIZER_FILES = (
 def load_teacher(source: str, *, dtype: DtypeName = "auto", device: str | torch.device = "cpu") -> TeacherModel:
     """The model in `source`, a local directory or a hub id (HF_HUB_OFFLINE and the HF cache are respected).
 
-    `dtype`: of weights and states, which live on `device`; "auto" keeps the checkpoint's.
+    `dtype`: of weights and states, which live on `device`; "auto" keeps the checkpoint's. `device`: "auto" is CUDA
+    where there is one.
     Raises ConfigError, one line: nothing there, a part missing or broken, a model that can't be served (`prepare`)."""
     torch_dtype = _torch_dtype(dtype)
     torch_device = _torch_device(device)
@@ -118,13 +119,14 @@ def _torch_dtype(dtype: str) -> torch.dtype | Literal["auto"]:
 
 
 def _torch_device(device: str | torch.device) -> torch.device:
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         torch_device = torch.device(device)
-    except RuntimeError as error:
-        raise ConfigError(f"teacher device {device!r}; allowed: cpu, cuda, cuda:N") from error
-    num_gpus = torch.cuda.device_count()
-    if torch_device.type == "cuda" and (torch_device.index or 0) >= num_gpus:
-        raise ConfigError(f"teacher device {device!s}: found {num_gpus} CUDA devices; allowed: cpu, or one that exists")
+        torch.zeros(1, device=torch_device).item()  # it is there, and what it holds can be read
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"teacher --device {device}: {reason}; allowed: auto, cpu, cuda, cuda:N") from error
     return torch_device
 
 

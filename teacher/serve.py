@@ -28,7 +28,7 @@ import zmq
 from ring.auth import load_keyring
 from ring.command import describe, flag, parse, run, set_up_logging, tell
 from ring.control import ZmqPort, longest_request_bytes
-from ring.core.config import MAX_COUNT
+from ring.core.config import MAX_COUNT, MAX_SECONDS
 from ring.core.errors import ConfigError
 from ring.determinism import fix_kernels
 from ring.endpoints import check_exposure
@@ -59,7 +59,7 @@ class ServeConfig:
     listen: str = flag("tcp://127.0.0.1:5555", "where students connect; port * picks a free one", metavar="TCP")
     transport: str = flag("auto", "how states travel: auto (as the student asks) or one by name (shm, zmq, ucx)")
     dtype: Literal["auto", "bf16", "fp16", "fp32", "fp64"] = flag("auto", "of the weights; auto is the checkpoint's")
-    device: str = flag("cpu", "where the model runs")
+    device: str = flag("auto", "where the model runs: cpu, cuda, cuda:N; auto is CUDA where there is one")
     max_batch_tokens: int = flag(16384, "tokens of one forward pass, padding included; also a request's limit")
     max_students: int = flag(64, "students served at one time")
     student_timeout: float = flag(60.0, "seconds of silence after which a student is dropped", metavar="S")
@@ -81,8 +81,9 @@ class ServeConfig:
             raise ConfigError(f"--replica must have at most {MAX_NAME_BYTES} bytes, got {len(self.replica.encode())}")
         if not 0 <= self.threads <= MAX_THREADS:
             raise ConfigError(f"--threads must be 0 to {MAX_THREADS}, got {self.threads}")
-        if not 0 < self.student_timeout < float("inf"):
-            raise ConfigError(f"--student-timeout must be > 0, got {self.student_timeout}")
+        if not 0 < self.student_timeout <= MAX_SECONDS:
+            allowed = f"<= {MAX_SECONDS:g}" if self.student_timeout > 0 else "> 0"
+            raise ConfigError(f"--student-timeout must be {allowed}, got {self.student_timeout}")
         if self.auth is not None and self.insecure:
             raise ConfigError("--auth and --insecure: give one of them")
 
@@ -131,7 +132,8 @@ def serve(config: ServeConfig) -> None:
             ),
         )
         with closing(service):
-            facts = f"model={model.name} fingerprint={model.fingerprint} transport={','.join(backends)}"
+            facts = f"model={model.name} fingerprint={model.fingerprint} device={model.device} "
+            facts += f"dtype={model.dtype.value} transport={','.join(backends)}"
             run_service(service, ready=lambda: _announce(config, port.endpoint, facts))
     finally:
         port.close()

@@ -203,7 +203,9 @@ def test_both_commands_run_as_the_readme_says(
         assert teacher.stdout is not None
         word, endpoint, *facts = teacher.stdout.readline().split()
         assert (word, endpoint) == ("ready", ready.read_text().strip())
-        assert any(fact.startswith("fingerprint=") for fact in facts)
+        said = dict(fact.split("=", 1) for fact in facts)
+        assert {"model", "fingerprint", "transport"} < said.keys()
+        assert (said["device"].split(":")[0], said["dtype"]) in (("cpu", "fp32"), ("cuda", "fp32"))
         student = subprocess.run(
             [sys.executable, "-m", "student.train", *settings, "--teacher", endpoint, "--out", str(tmp_path / "out")],
             cwd=tmp_path,

@@ -20,6 +20,7 @@ from planner.token_map import token_map_hash
 from ring.core.errors import ConfigError
 from ring.core.messages import WireDtype
 from teacher.load import DtypeName, TeacherModel, load_teacher
+from teacher.serve import ServeConfig
 from tests.tiny_models import FAMILIES, TOKENIZER_VOCAB, build_tiny_checkpoint, tiny_model, tiny_tokenizer
 
 
@@ -179,13 +180,20 @@ def test_hub_ids_come_from_the_cache_when_offline(tmp_path: Path) -> None:
     ("options", "said"),
     [
         ({"dtype": "int8"}, "teacher dtype 'int8'; allowed: auto, bf16, fp16, fp32, fp64"),
-        ({"device": "gpu"}, "teacher device 'gpu'; allowed: cpu, cuda, cuda:N"),
-        ({"device": "cuda:99"}, "teacher device cuda:99: found"),
+        ({"device": "gpu"}, "teacher --device gpu: .*; allowed: auto, cpu, cuda, cuda:N"),
+        ({"device": "cuda:99"}, "teacher --device cuda:99: .*; allowed: auto, cpu, cuda, cuda:N"),
+        ({"device": "meta"}, "teacher --device meta: .*; allowed: auto, cpu, cuda, cuda:N"),
     ],
 )
 def test_impossible_options_are_refused(checkpoint: Path, options: dict[str, str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         load_teacher(str(checkpoint), **options)  # type: ignore[arg-type]
+
+
+def test_auto_is_the_gpu_where_there_is_one(checkpoint: Path) -> None:
+    wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    assert load_teacher(str(checkpoint), device="auto").device.type == wanted
+    assert ServeConfig().device == "auto"
 
 
 VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
