@@ -22,7 +22,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,15 @@ _IFF_UP_AND_RUNNING = 0x0001 | 0x0040
 
 class NoRights(Exception):
     """This machine does not let us make what a cable is made of; says what."""
+
+
+@dataclass(kw_only=True)
+class Counts:
+    """Packets of one direction: that came through, that the dice lost, that they doubled."""
+
+    forwarded: int = 0
+    lost: int = 0
+    doubled: int = 0
 
 
 class Cable:
@@ -78,10 +87,9 @@ class Cable:
     def heal(self) -> None:
         self.be()
 
-    def num_forwarded(self) -> tuple[int, int]:
-        """Packets that came through, in each direction."""
-        first, second = self._ask({"directions": (), "behaviour": {}})["forwarded"]
-        return first, second
+    def counts(self) -> list[Counts]:
+        """Of each direction."""
+        return [Counts(**counts) for counts in self._ask({"directions": (), "behaviour": {}})["counts"]]
 
     def close(self) -> None:
         self._process.communicate()
@@ -121,7 +129,7 @@ class Direction:
     def __init__(self, source_fd: int, target_fd: int, dice: random.Random) -> None:
         self.source_fd = source_fd
         self.behaviour = Behaviour()
-        self.num_forwarded = 0
+        self.counts = Counts()
         self._target_fd = target_fd
         self._dice = dice
         self._waiting: list[tuple[float, int, bytes]] = []  # a heap: (when it is due, order of arrival, packet)
@@ -135,17 +143,20 @@ class Direction:
                 packet = os.read(self.source_fd, 65536)
             except BlockingIOError:
                 return False
-            if self._dice.random() >= self.behaviour.loss_frac:
+            if self._dice.random() < self.behaviour.loss_frac:
+                self.counts.lost += 1
+                continue
+            self._queue(packet, now_s)
+            if self._dice.random() < self.behaviour.double_frac:
+                self.counts.doubled += 1
                 self._queue(packet, now_s)
-                if self._dice.random() < self.behaviour.double_frac:
-                    self._queue(packet, now_s)
         return True
 
     def hand_on(self, now_s: float) -> None:
         while self._waiting and self._waiting[0][0] <= now_s:
             with contextlib.suppress(BlockingIOError):  # the target's queue is full: one more that is lost
                 os.write(self._target_fd, heapq.heappop(self._waiting)[2])
-                self.num_forwarded += 1
+                self.counts.forwarded += 1
 
     def next_s(self) -> float:
         return self._waiting[0][0] if self._waiting else float("inf")
@@ -221,7 +232,7 @@ def _serve(directions: Mapping[int, Direction]) -> None:
             for request in map(json.loads, lines):
                 for number in request["directions"]:
                     directions[number].behaviour = Behaviour(**request["behaviour"])
-                _say({"forwarded": [directions[number].num_forwarded for number in (0, 1)]})
+                _say({"counts": [asdict(directions[number].counts) for number in (0, 1)]})
         for direction in directions.values():
             direction.take(time.monotonic())
             direction.hand_on(time.monotonic())

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.chaos import witness
-from tests.chaos.conftest import Quiet, Start
+from tests.chaos.conftest import Start
 from tests.system.processes import Command, curve
 from tests.tiny_models import build_tiny_checkpoint
 
@@ -34,8 +34,6 @@ FLOOR_SLACK_BYTES = 32 * MIB
 
 @pytest.mark.timeout(ABUSE_S + 300)
 def test_memory_does_not_grow_whatever_the_other_side_does(
-    inputs: object,
-    quiet_curve: Quiet,
     start_teacher: Start,
     start_student: Start,
     tmp_path: Path,
@@ -88,9 +86,9 @@ def test_memory_does_not_grow_whatever_the_other_side_does(
     assert mute.output.count("did not take the fill") >= 2, mute.output
     assert len(abused.errors) < MIB, "a flood of strangers must not fill the disk with log lines"
     for student in (honest, slow_student):
+        student.until_step(10)
         student.send(signal.SIGTERM)
         assert student.wait() == 128 + signal.SIGTERM, student.tail()
-    assert honest.steps_taken > 10
     assert curve(honest.out)[: slow_student.steps_taken] == curve(slow_student.out)[: honest.steps_taken]
 
 

@@ -32,6 +32,7 @@ def cable(chaos_seed: int) -> Iterator[Cable]:
         made = Cable(seed=chaos_seed)
     except NoRights as error:
         lack(f"no network namespaces: {error}")
+    print(f"TEST_SEED={chaos_seed}")
     yield made
     made.close()
 
@@ -81,6 +82,10 @@ def test_a_bad_link_changes_how_long_it_takes_and_nothing_else(
     student.until_step(30)
     stop_and_compare(student, quiet_curve)
     assert student.summary["transports"] == {teacher.endpoint: flags[1]}
+    for direction in cable.counts():
+        assert direction.forwarded > 100
+        assert (direction.lost > 0) is ("loss_frac" in behaviour)
+        assert (direction.doubled > 0) is ("double_frac" in behaviour)
 
 
 @pytest.mark.parametrize("way", WAYS)

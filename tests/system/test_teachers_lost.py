@@ -53,7 +53,8 @@ def test_one_of_two_teachers_is_killed(
 def test_a_stopped_teacher_loses_its_requests_to_the_other_one(
     endpoint: str, quiet_curve: list[dict[str, Any]], start_teacher: Start, start_student: Start, transport: str
 ) -> None:
-    """Case 62. It is woken up while the run goes on: what it still writes can't reach a live slot (R4)."""
+    """Case 62. It is woken up while the run goes on; that what it still writes reaches no live slot (R4) is seen in
+    tests/chaos/test_fences.py."""
     stopped = start_teacher()
     student = start_student(
         *("--teacher", stopped.endpoint, endpoint, "--transport", transport),
@@ -109,6 +110,7 @@ def test_a_teacher_that_is_asked_to_end_finishes_what_it_holds(
     assert "Traceback" not in leaving.errors
     student.succeed()
     assert curve(student.out) == quiet_curve
+    assert f"replica lost: {leaving.endpoint}: it said goodbye" in student.errors
     assert student.summary["drops"] == 0
 
 
