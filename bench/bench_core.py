@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.core_fleet import CoreFleet, answer, microbatch
+from bench.outputs import check_outputs
 from bench.records import RECORDS_DIR, Check, Record, Spread, write_record
 from bench.report import console, exit_code, print_checks
 from ring.command import flag, parse, run
@@ -75,6 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def bench(config: CoreBenchConfig, out: Console) -> int:
     """Measure, print, record; returns the exit code. Raises ConfigError."""
+    check_outputs(out=config.out, plot=config.plot)
     sizes, fills, rounds = (QUICK_SIZES, 50, 1) if config.quick else (SIZES, config.fills, config.rounds)
     costs = measure(sizes, fills=fills, rounds=rounds)
     wire_s, ping_s = codec_cost(fills), keep_alive_cost()
@@ -97,6 +99,7 @@ def bench(config: CoreBenchConfig, out: Console) -> int:
     out.print(f"record: {write_record(record, directory=Path(config.out))}", highlight=False)
     if config.plot:
         plot(costs, sizes, Path(config.plot))
+        out.print(f"plot: {config.plot}", highlight=False)
     return exit_code(checks)
 
 

@@ -23,6 +23,7 @@ from rich.table import Table
 from bench.loss_memory import extra_bytes
 from bench.loss_plot import plot
 from bench.loss_ways import FLOOR, FULL, LIGER, WAYS, Inputs, LossCase, Way, predicted
+from bench.outputs import check_outputs
 from bench.records import RECORDS_DIR, Check, Record, Setting, Spread, write_record
 from bench.report import console, exit_code, print_checks
 from ring.command import flag, parse, run, set_up_logging
@@ -115,7 +116,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def bench(config: LossBenchConfig, out: Console) -> int:
     """Measure, print, record; returns the exit code. Raises DisaggKDError."""
-    records = []
+    check_outputs(out=config.out, plot=config.plot)
+    records, drawn = [], _cases(config)[0]
+    bars: list[tuple[str, float, float]] = []
     with one_thread():
         for case in _cases(config):
             ways, absent = _ways(config)
@@ -125,11 +128,12 @@ def bench(config: LossBenchConfig, out: Console) -> int:
             _print(out, case, figures, record)
             path = write_record(record, directory=Path(config.out))
             out.print(f"record: {path}", highlight=False)
-            if config.plot and case == _cases(config)[0]:
-                title = f"{case.dtype}, {case.vocab_size:,} columns, {case.rows} rows"
+            if case == drawn:
                 bars = [(name, _ratio(figures, name, FLOOR), found.extra_bytes) for name, found in figures.items()]
-                plot(bars, title=title, path=Path(config.plot))
-                out.print(f"plot: {config.plot}", highlight=False)
+    if config.plot:
+        title = f"{drawn.dtype}, {drawn.vocab_size:,} columns, {drawn.rows} rows"
+        plot(bars, title=title, path=Path(config.plot))
+        out.print(f"plot: {config.plot}", highlight=False)
     return max(exit_code(record.checks) for record in records)
 
 

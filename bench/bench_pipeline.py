@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from bench.outputs import check_outputs
 from bench.pipeline_real import RealShape, RealTimes, measure_real
 from bench.processes import Cores, TeacherProcess, choose_cores, pinned, sigterm_interrupts, teacher_process
 from bench.records import RECORDS_DIR, Check, Record, Setting, Spread, write_record
@@ -135,6 +136,7 @@ def bench(config: PipelineConfig, out: Console) -> int:
     if config.transport not in (registry.AUTO, *registry.names()):
         allowed = ", ".join((registry.AUTO, *registry.names()))
         raise ConfigError(f"--transport {config.transport!r}; allowed between two processes: {allowed}")
+    check_outputs(out=config.out)
     cores = choose_cores()
     with tempfile.TemporaryDirectory(prefix="disaggkd-bench-") as name, pinned(cores.student):
         scratch = Path(name)

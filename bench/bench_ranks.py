@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench import ranks_ring, ranks_step
+from bench.outputs import check_outputs
 from bench.processes import sigterm_interrupts
 from bench.ranks_plot import plot
 from bench.ranks_ring import RingCase, RingTimes, RingWork
@@ -82,6 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def bench(config: RanksBenchConfig, out: Console) -> int:
     """Measure, print, record; returns the exit code. Raises ConfigError, TeacherFailed, RankFailed."""
+    check_outputs(out=config.out, plot=config.plot)
     rounds, fills = (1, 20) if config.quick else (config.rounds, config.fills)
     rings = QUICK_RINGS if config.quick else RINGS
     steps = ranks_step.measure(

@@ -18,6 +18,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from bench.outputs import check_outputs
 from bench.records import RECORDS_DIR, Check, Record, Setting, Spread, write_record
 from bench.report import console, exit_code, print_checks
 from bench.transport_plot import Line, plot
@@ -95,6 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def bench(config: TransportConfig, out: Console) -> int:
     """Measure, print, record; returns the exit code. Raises DisaggKDError."""
+    check_outputs(out=config.out, plot=config.plot)
     torch.set_num_threads(1)
     slot_bytes = config.sizes[-1]
     with (
@@ -109,12 +111,13 @@ def bench(config: TransportConfig, out: Console) -> int:
     print_checks(out, "against what they are built on", [check for check in checks if check.target is not None])
     for note in sorted({note for record in records for note in record.notes}):
         out.print(f"note: {note}", style="yellow", highlight=False)
-    if config.plot:
-        plot(_lines(paces), path=Path(config.plot))
-        out.print(f"plot: {config.plot}", highlight=False)
+    # Before the picture: whatever becomes of that, what was measured is kept.
     for record in records:
         path = write_record(record, directory=Path(config.out))
     out.print(f"records: {path}", highlight=False)
+    if config.plot:
+        plot(_lines(paces), path=Path(config.plot))
+        out.print(f"plot: {config.plot}", highlight=False)
     return exit_code(checks)
 
 

@@ -1,7 +1,7 @@
 """UCX in the transport bench: which of its transports a way uses, and its own limit, a minimal loop on the same calls.
 
 The minimal loop moves the same bytes between two workers: each is offered, and fetched into a slot, two at a time.
-There is no announcement, no credit and no acknowledgement.
+There is no announcement, no credit and no acknowledgement but a last word.
 """
 
 from __future__ import annotations
@@ -81,7 +81,8 @@ class BareEnd:
         self._connection = self._worker.connect(self._read(message))
 
     def send(self, sources: Sequence[torch.Tensor], *, num_fills: int, num_bytes: int) -> None:
-        """Returns once the other end has fetched all of them."""
+        """Returns once the other end has fetched all of them, and said so: what is small is sent before the other end
+        has so much as connected to this one, which it could not if this one had left."""
         moving: deque[Transfer] = deque()
         for number in range(num_fills):
             moving.append(self._send(as_bytes(sources[number % len(sources)])[:num_bytes]))
@@ -89,6 +90,7 @@ class BareEnd:
                 self._finish(moving.popleft())
         for transfer in moving:
             self._finish(transfer)
+        self._read(self._next())
 
     def receive(self, slots: Sequence[memoryview], *, num_fills: int) -> None:
         """Returns once all are in their slots."""
@@ -112,7 +114,7 @@ class BareEnd:
         self._read(self._next())
 
     def say_goodbye(self) -> None:
-        """What an `echo` waits for in the end."""
+        """What `send` and `echo` wait for in the end."""
         self._send(b"!")
 
     def progress(self) -> None:

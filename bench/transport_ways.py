@@ -256,6 +256,7 @@ class Ways:
             clock = Clock()
             end.receive(self._slots(load), num_fills=load.num_fills)
             clock.stop()
+            end.say_goodbye()
         return clock.pace(load, teacher_cpu_s=self._process.result())
 
     def _bare_trip_s(self, tls: str, num_trips: int) -> float:

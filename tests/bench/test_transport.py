@@ -56,6 +56,13 @@ def test_every_way_is_measured_checked_recorded_and_drawn(tmp_path: Path, capsys
     assert all(way in printed for way in ways)
 
 
+def test_fills_that_are_sent_before_the_other_side_has_connected_are_measured_too(tmp_path: Path) -> None:
+    small = ["--rounds", "1", "--round-bytes", "1", "--min-bytes", "4096", "--max-bytes", "4096", "--trips", "1"]
+    assert bench_transport.main([*small, "--out", str(tmp_path)]) == 0
+    records = [json.loads(line) for line in (tmp_path / "transport.jsonl").read_text().splitlines()]
+    assert {"bare ucx tcp gb_per_s", "bare ucx shm gb_per_s"} <= records[0]["measured"].keys()
+
+
 @pytest.mark.parametrize("way", TARGETS)
 @pytest.mark.parametrize(
     ("size", "below", "verdict"),
