@@ -51,7 +51,8 @@ class _Run:
         self.stages, self.jitter, self.rng = stages, jitter, rng
         self.events: list[tuple[float, int, Kind, int, int]] = []
         self.num_events = 0
-        self.replica_free_s = [0.0] * stages.num_replicas
+        # When each is free, as a heap. More than there are requests at a time never work: as many give the same times.
+        self.replica_free_s = [0.0] * min(stages.num_replicas, stages.num_trainers * stages.depth)
         self.link_free_s = [0.0] * stages.num_links
         self.teacher_busy_s = self.link_busy_s = 0.0
         trainers = range(stages.num_trainers)
@@ -73,10 +74,9 @@ class _Run:
         heapq.heappush(self.events, (at_s, self.num_events, kind, trainer, seq))
 
     def on_asked(self, now_s: float, trainer: int, seq: int) -> None:
-        replica = min(range(len(self.replica_free_s)), key=lambda index: self.replica_free_s[index])
         took_s = self.draw(self.stages.teacher_s, self.jitter.teacher_frac)
-        done_s = max(now_s, self.replica_free_s[replica]) + took_s
-        self.replica_free_s[replica] = done_s
+        done_s = max(now_s, self.replica_free_s[0]) + took_s
+        heapq.heapreplace(self.replica_free_s, done_s)
         self.teacher_busy_s += took_s
         self.push(done_s, "computed", trainer, seq)
 

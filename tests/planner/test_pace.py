@@ -31,6 +31,16 @@ def test_stages_must_be_simulated_for_some_steps_and_not_for_ever() -> None:
             simulate(stages, num_steps=num_steps)
 
 
+def test_replicas_past_what_is_ever_asked_at_a_time_change_nothing_and_cost_no_time() -> None:
+    """A billion of them is what a very slow teacher would take."""
+    stages = {"teacher_s": 3.0, "link_s": 0.1, "student_s": 0.2, "num_trainers": 4, "depth": 3}
+    jitter = Jitter(teacher_frac=0.5, link_frac=0.5, student_frac=0.5, in_step=True)
+    enough, many = (simulate(Stages(**stages, num_replicas=count), jitter=jitter) for count in (4 * 3, 10**9))
+    assert many.step_s == enough.step_s
+    assert many.student_stall_frac == enough.student_stall_frac
+    assert many.teacher_stall_frac > enough.teacher_stall_frac
+
+
 @given(stages=STAGES)
 @settings(max_examples=60, deadline=None, derandomize=True)
 def test_without_jitter_the_form_is_exact_for_one_trainer_at_any_depth(stages: Stages) -> None:
