@@ -39,6 +39,10 @@ class RngState:
         version, words, gauss = value["python"]
         key, place, has_gauss, cached = value["numpy"]
         cuda = value["torch_cuda"]
+        if isinstance(cuda, list):  # of every device of the host, as it was once written
+            if len(cuda) > 1:
+                raise ValueError(f"generators of {len(cuda)} CUDA devices, and not which was the rank's")
+            cuda = cuda[0] if cuda else None
         return cls(
             torch_cpu=_bytes(value["torch_cpu"]),
             torch_cuda=None if cuda is None else _bytes(cuda),

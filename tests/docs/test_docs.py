@@ -63,7 +63,7 @@ COMMANDS: dict[str, tuple[Path, str, Any]] = {
 BENCHES = (TransportConfig, PipelineConfig, LossBenchConfig, CoreBenchConfig, RanksBenchConfig)
 #: What every command has from the parser, `disaggkd` and `disaggkd keys` have, and other projects' commands have.
 COMMON_FLAGS = {"--config", "--help", "--print_config", "--version", "--only"}
-TORCHRUN_FLAGS = {"--nproc-per-node", "--nnodes", "--rdzv-endpoint", "--max-restarts"}
+TORCHRUN_FLAGS = {"--nproc-per-node", "--nnodes", "--rdzv-endpoint", "--max-restarts", "--shutdown-timeout"}
 PYTEST_FLAGS = {"--benchmark-autosave", "--benchmark-compare"}
 PACKAGES = ("ring", "transport", "teacher", "student", "planner", "bench", "examples")
 DESIGN_WORDS = (

@@ -196,3 +196,15 @@ def test_a_rank_goes_on_with_its_generator_whatever_the_number_of_its_device(mon
     devices.current = 0
     restore_rng(state)
     assert devices.draw() == expected
+
+
+@pytest.mark.parametrize("num_devices", [0, 1, 2])
+def test_generators_of_a_checkpoint_that_has_all_devices_are_read_where_it_is_clear_whose_they_are(
+    num_devices: int,
+) -> None:
+    written = capture_rng().to_json() | {"torch_cuda": ["YWJj"] * num_devices}
+    if num_devices == 2:
+        with pytest.raises(ValueError, match="generators of 2 CUDA devices"):
+            RngState.from_json(written)
+    else:
+        assert RngState.from_json(written).torch_cuda == (b"abc" if num_devices else None)
