@@ -69,6 +69,41 @@ def test_fewer_bytes_delivered_than_the_header_says_is_a_wrong_answer() -> None:
     assert ring.machine.stats(now_s=0.0).drops_by_cause[DropCause.WRONG_BYTES] == 1
 
 
+def test_a_header_that_can_not_be_read_is_a_wrong_answer_and_concerns_no_other_fill() -> None:
+    ring = Driver(depth=2)
+    ring.up("a")
+    ring.up("b")
+    ring.submit(0)
+    asked = FillId(0, 0, 0)
+    by = ring.asked[asked][0]
+    other = {"a": "b", "b": "a"}[by]
+    ring.do(ring.machine.garbled(other, asked, "no header", now_s=0.0))  # not for that one to answer
+    stats = ring.machine.stats(now_s=0.0)
+    assert stats.drops_by_cause[DropCause.NOT_ASKED] == stats.drops == 1
+    actions = ring.do(ring.machine.garbled(by, asked, "no header", now_s=0.0))
+    assert ring.sends(actions) == [(other, FillId(0, 1, 1))]
+    assert [action.replica for action in actions if isinstance(action, DropReplica)] == [by]
+    stats = ring.machine.stats(now_s=0.0)
+    assert stats.drops_by_cause[DropCause.WRONG_HEADER] == stats.retries_by_cause[RetryCause.WRONG] == 1
+    ring.do(ring.machine.garbled(by, asked, "no header", now_s=0.0))  # again, after it was given up
+    assert ring.machine.stats(now_s=0.0).drops == 3
+    ring.fill_all()
+    assert ring.consume() == [0]
+
+
+def test_a_replica_that_is_leaving_is_asked_nothing_more_and_its_fills_still_count() -> None:
+    ring = Driver(depth=2)
+    ring.up("a")
+    ring.submit(0, 1)
+    ring.machine.leaving("a", now_s=0.0)
+    ring.machine.leaving("nobody", now_s=0.0)
+    ring.fill(FillId(0, 0, 0))
+    assert ring.consume() == [0]
+    assert ring.sends(ring.submit(2)) == []
+    assert ring.sends(ring.up("b")) == [("b", FillId(2, 0, 0))]
+    assert ring.sends(ring.down("a")) == [("b", FillId(1, 1, 2))]
+
+
 def test_a_wrong_answer_is_logged_once_a_replica_and_cause_but_counted_always() -> None:
     ring = Driver()
     for _ in range(3):
