@@ -133,6 +133,12 @@ def simulate(
         raise PlanError(
             f"a simulation of {stages.num_trainers:,} trainers; allowed: at most {most:,}, or the closed form"
         )
+    if stages.num_trainers * stages.depth > MAX_TRAINER_STEPS:
+        deepest = MAX_TRAINER_STEPS // stages.num_trainers
+        raise PlanError(
+            f"a simulation of {stages.num_trainers:,} trainers with {stages.depth:,} slots each; allowed: at most "
+            f"{deepest:,} slots, or the closed form"
+        )
     run = _Run(stages, jitter or Jitter(), random.Random(seed))
     for trainer in range(stages.num_trainers):
         for seq in range(stages.depth):

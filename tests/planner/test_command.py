@@ -129,6 +129,10 @@ def test_a_sweep_leaves_a_picture_a_table_and_json(tmp_path: Path, capsys: pytes
         ([*ASKED, "--gpus", "0"], "--gpus must be 1 to 1000000, got 0"),
         ([*ASKED, "--gpus", "10000", "--nodes", "10000"], "--gpus 10000 x --nodes 10000 are 100000000 GPUs"),
         ([*ASKED, "--nodes", "1000", "--simulate"], "a simulation of 8,000 trainers; allowed: at most 1,136"),
+        (
+            [*ASKED, "--ring-depth", "100000", "--simulate"],
+            "8 trainers with 100,000 slots each; allowed: at most 62,500",
+        ),
         ([*ASKED, "--student", ""], "--student is empty; allowed: a preset"),
         ([*ASKED, "--teacher", "planner"], "--teacher planner: a directory without a config.json"),
         ([*ASKED, "--teacher", "~nobody-of-that-name/x"], "--teacher ~nobody-of-that-name/x: Could not determine home"),
