@@ -20,6 +20,9 @@ from tests.simulation.clock import Clock, Do, Process, Violation
 from tests.simulation.memory import SlotMemory
 from tests.simulation.network import Direction, Pipe
 
+#: The `idle_s` of a header that stands for one that can't be read: the codec refuses it.
+UNREADABLE_S = -1.0
+
 
 class Style(enum.Enum):
     SHM = "shm"

@@ -31,7 +31,7 @@ from ring.core.messages import (
 from ring.core.teacher import DropStudent, Put, Refuse, TeacherAction, TeacherMachine, Work
 from tests.simulation.clock import Process, Violation
 from tests.simulation.connection import Connection
-from tests.simulation.data_plane import Payload, Sender
+from tests.simulation.data_plane import UNREADABLE_S, Payload, Sender
 from tests.simulation.invariants import Fairness
 from tests.simulation.memory import ROW_BYTES, states
 
@@ -333,6 +333,8 @@ class ReplicaLife(Process):
         crc_is_on = guest.offer is not None and guest.offer.crc
         lie = self._next_lie(crc_is_on=crc_is_on) if self.lies else None
         header = _with_lie(header, lie)
+        if lie is Lie.STUDENT_EPOCH and self._num_lies // len(Lie) % 2:  # every other one can't even be read
+            header = dataclasses.replace(header, idle_s=UNREADABLE_S)
         data = states(
             student_epoch=header.student_epoch,
             teacher_epoch=header.teacher_epoch,

@@ -40,7 +40,7 @@ from ring.core.messages import (
 from ring.core.student import StudentMachine
 from tests.simulation.clock import Process, Violation
 from tests.simulation.connection import Connection
-from tests.simulation.data_plane import Receiver
+from tests.simulation.data_plane import UNREADABLE_S, Receiver
 from tests.simulation.memory import FINGERPRINT, SLOT_BYTES, SlotMemory
 from tests.simulation.trainer import Trainer
 
@@ -289,11 +289,13 @@ class StudentLife(Process):
                 crc = crc32(data) if session.crc else None
                 self.counts.arrivals += 1
                 self.machine.heard(session.replica, now_s=self.clock.now_s)
-                self._actions.extend(
-                    self.machine.arrived(
-                        session.replica, arrival.fill, arrival.num_bytes, arrival.header, crc, now_s=self.clock.now_s
+                fill, header, now_s = arrival.fill, arrival.header, self.clock.now_s
+                if header.idle_s == UNREADABLE_S:
+                    self._actions.extend(self.machine.garbled(session.replica, fill, "no header", now_s=now_s))
+                else:
+                    self._actions.extend(
+                        self.machine.arrived(session.replica, fill, arrival.num_bytes, header, crc, now_s=now_s)
                     )
-                )
                 # Even if that ended the session: the other arrivals of the same poll are in the shell's hands.
                 self._carry_out()
             if not arrivals:
