@@ -64,9 +64,13 @@ def test_time_without_a_core_only_grows() -> None:
 
 def test_a_teacher_that_does_not_get_ready_is_said_with_its_last_words(tmp_path: Path) -> None:
     with (
-        pytest.raises(TeacherFailed, match=r"did not get ready.*--model not given"),
+        pytest.raises(TeacherFailed, match=r"did not get ready.*nowhere.*no such directory"),
         teacher_process(
-            "teacher.serve", ["--listen", "tcp://127.0.0.1:*"], cpu=choose_cores().teacher, log=tmp_path / "log"
+            "teacher.serve",
+            # Without a model it would serve the demo's, where there is one.
+            ["--model", str(tmp_path / "nowhere"), "--listen", "tcp://127.0.0.1:*"],
+            cpu=choose_cores().teacher,
+            log=tmp_path / "log",
         ),
     ):
         pytest.fail("no teacher, no block")
