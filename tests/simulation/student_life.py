@@ -66,6 +66,7 @@ class Session:
     crc: bool
     phase: Phase = Phase.HELLO_SENT
     receiver: Receiver | None = None
+    leaving: bool = False
     closed: bool = False
 
     @property
@@ -176,7 +177,7 @@ class StudentLife(Process):
             case Ping(token=token):
                 session.connection.tell_replica(Pong(token=token))
             case Goodbye(reason=reason):
-                self._end_session(session, f"it said goodbye: {reason}")
+                self._lose_session(session, f"it said goodbye: {reason}")
             case Welcome(fingerprint=fingerprint) if session.phase is Phase.HELLO_SENT:
                 if fingerprint != FINGERPRINT:
                     self._end_session(session, f"fingerprint {fingerprint}", backoff_s=RECONNECT_MAX_S)
@@ -195,7 +196,7 @@ class StudentLife(Process):
 
     def connection_ended(self, session: Session) -> None:
         if not session.closed:
-            self._end_session(session, "its connection ended")
+            self._lose_session(session, "its connection ended")
 
     # ---- sessions ------------------------------------------------------------------------------------------------
 
@@ -241,6 +242,15 @@ class StudentLife(Process):
                 crc=session.crc,
             )
         )
+
+    def _lose_session(self, session: Session, error: str) -> None:
+        """As ring.pump: what was whole before the end is taken first, and nothing more is asked meanwhile."""
+        if session.phase is Phase.READY and not session.leaving:
+            session.leaving = True
+            self.machine.leaving(session.replica, now_s=self.clock.now_s)
+            self._poll(session)
+        if not session.closed:
+            self._end_session(session, error)
 
     def _end_session(self, session: Session, error: str, *, backoff_s: float | None = None) -> None:
         """As ring.pump: the machine is told, its fills are disarmed while the receiver is there, then all is closed."""
@@ -304,7 +314,7 @@ class StudentLife(Process):
                     self._actions.extend(self.machine.came_late(session.replica, late, now_s=self.clock.now_s))
                     self._carry_out()
                 if receiver.lost is not None and not session.closed:
-                    self._end_session(session, receiver.lost)
+                    self._lose_session(session, receiver.lost)
                 return
 
     def receivers(self) -> list[Receiver]:
@@ -362,8 +372,8 @@ class StudentLife(Process):
 
     def _tell(self, action: Arm | Send | CancelFill | SendPing) -> None:
         session = self.sessions.get(action.replica)
-        if session is None or session.closed:
-            return  # it went down after the machine decided this, and the machine has been told
+        if session is None or session.closed or session.leaving:
+            return  # it went down after the machine decided this, and the machine has been told, or will be
         if session.phase is not Phase.READY or session.connection is None or session.receiver is None:
             raise Violation(f"{self.name}: {action}, but {action.replica} is not up")
         match action:
