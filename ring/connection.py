@@ -39,9 +39,6 @@ class ChannelOptions:
     encrypt: bool = False
 
 
-NO_ANSWER = "no answer yet"
-
-
 @dataclass(kw_only=True)
 class Replica:
     """What the pump knows of one replica, between and during sessions. `welcome`: what it said of itself last.
@@ -56,14 +53,15 @@ class Replica:
     arrived: deque[Arrival] = field(default_factory=deque)
     retry_at_s: float = 0.0
     backoff_s: float = RECONNECT_MIN_S
-    last_error: str = NO_ANSWER
+    last_error: str = "no answer yet"
     refusal: ConfigError | None = None
     welcome: Welcome | None = None
 
     @property
     def is_unknown(self) -> bool:
-        """It has neither answered nor failed to."""
-        return self.welcome is None and self.last_error == NO_ANSWER
+        """It has not said what it serves, nor that it does not serve this run. It still may, where an attempt failed:
+        the next trusted key may be its own, or its name be looked up by then."""
+        return self.welcome is None and self.refusal is None
 
     def wait_fds(self) -> tuple[int, ...]:
         """Descriptors that become readable when its session may have news."""

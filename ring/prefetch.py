@@ -98,8 +98,8 @@ class Ring:
             return pump.welcome
 
     def check_models(self, *, timeout_s: float) -> None:
-        """Wait until every replica has answered or failed to, for `timeout_s` at most; what comes later and does not
-        serve the run's model is left out.
+        """Wait until every replica has answered, for `timeout_s` at most; what comes later and does not serve the run's
+        model is left out.
 
         Raises ConfigError: two serve different models, and only chance made one of them the run's. Raises TeacherLost.
         """

@@ -260,6 +260,12 @@ class Pump:
         busy = bool(replica.arrived)
         # One by one from where they are kept: what one of them has us do may end the session, and the rest comes first.
         while replica.arrived:
+            if replica.session is not session:
+                # A wrong one among them has ended it: the others were given up, whatever they are.
+                with self.lock:
+                    self._actions.extend(machine.came_late(replica.name, len(replica.arrived), now_s=now_s))
+                replica.arrived.clear()
+                break
             arrival = replica.arrived.popleft()
             fill = arrival.fill
             try:

@@ -46,7 +46,7 @@ class TrainState:
 
     `step`: updates made. `position`: of the next sample. `config_hash`: of what must not change over a resume, of the
     learning-rate schedule too. `rng`: the generators of each rank. `samples_left_out`: before `position`, of steps that
-    changed nothing.
+    changed nothing; `steps_left_out_in_a_row`: the last so many were such steps.
     """
 
     step: int
@@ -54,6 +54,7 @@ class TrainState:
     config_hash: str
     rng: tuple[RngState, ...]
     samples_left_out: int = 0
+    steps_left_out_in_a_row: int = 0
 
 
 @dataclass(frozen=True)
@@ -222,6 +223,7 @@ def _write_state(directory: Path, state: TrainState) -> None:
         "step": state.step,
         "position": state.position,
         "samples_left_out": state.samples_left_out,
+        "steps_left_out_in_a_row": state.steps_left_out_in_a_row,
         "config_hash": state.config_hash,
         "rng": [entry.to_json() for entry in state.rng],
         "files": files,
@@ -249,6 +251,7 @@ def _verified_state(path: Path, *, read_all: bool) -> TrainState:
             step=int(content["step"]),
             position=int(content["position"]),
             samples_left_out=int(content.get("samples_left_out", 0)),
+            steps_left_out_in_a_row=int(content.get("steps_left_out_in_a_row", 0)),
             config_hash=str(content["config_hash"]),
             rng=tuple(RngState.from_json(entry) for entry in content["rng"]),
         )

@@ -101,7 +101,9 @@ class Attempts:
         return True
 
     def revive(self, stalled: Replica) -> None:
-        """Its data path showed life: it is asked again."""
+        """Its data path showed life: it is asked again, if it stays."""
+        if stalled.leaving:
+            return
         self.stalls.stop(stalled.name)
         self.fleet.move(stalled, ReplicaEvent.LIFE)
 
@@ -145,7 +147,6 @@ class Attempts:
 
     def on_timer(self, now_s: float, actions: list[Action]) -> None:
         """Do what is due, at exactly its time or later."""
-        self._excuse(now_s)
         while (name := self.silences.pop_due(now_s)) is not None:
             silent = self.known(name)
             if silent.in_flight:
@@ -166,14 +167,16 @@ class Attempts:
             if entry.retry_at_s is not None and now_s >= entry.retry_at_s:
                 entry.forgive()
 
-    def _excuse(self, now_s: float) -> None:
-        """Time in which this side did not look (it was stopped, or its machine suspended) is held against nobody: no
-        ping was open then that a replica could have answered."""
+    def excuse(self, now_s: float) -> None:
+        """Where a ping has been due for long, nobody looked, and no ping was open that a replica could have answered:
+        that time is not its."""
         ping_s = self.pings.first_s()
         if ping_s is None or now_s - ping_s < self._config.peer_timeout_s / 2:
             return
-        for deadlines in (self.deadlines, self.stalls, self.silences):
-            deadlines.put_off(now_s - ping_s)
+        by_s = now_s - ping_s
+        for deadlines in (self.deadlines, self.stalls, self.silences, self.pings):
+            deadlines.put_off(by_s)
+        self.requests.put_off(by_s)
 
     def known(self, name: str) -> Replica:
         replica = self.fleet.get(name)

@@ -51,20 +51,36 @@ class Deadlines(Generic[K]):
 class UnservedClock:
     """Adds up the time for which work waited and no replica served it; an accepted fill sets it back to zero.
 
-    It adds up because replicas that come and go without ever filling a slot must not put the end off for ever.
+    It adds up because replicas that come and go without ever filling a slot must not put the end off for ever. While it
+    runs somebody has to look every `look_interval_s`: time in which nobody did is not counted.
     """
 
-    def __init__(self, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
+    def __init__(self, timeout_s: float, *, look_interval_s: float) -> None:
+        self._timeout_s, self._look_interval_s = timeout_s, look_interval_s
+        self._look_s = 0.0
         self._before_s = 0.0
         self._since_s: float | None = None
 
     def set_running(self, running: bool, now_s: float) -> None:
         if running and self._since_s is None:
             self._since_s = now_s
+            self.looked(now_s)
         elif not running and self._since_s is not None:
             self._before_s += now_s - self._since_s
             self._since_s = None
+
+    def looked(self, now_s: float) -> None:
+        self._look_s = now_s + self._look_interval_s
+
+    def look_s(self) -> float | None:
+        """When somebody is to look at the latest; None while the clock stands."""
+        return None if self._since_s is None else self._look_s
+
+    def excuse(self, now_s: float, *, tolerance_s: float) -> None:
+        """If nobody looked for longer than that beyond its time, the clock stood meanwhile."""
+        if self._since_s is not None and now_s - self._look_s >= tolerance_s:
+            self._since_s += now_s - self._look_s
+            self._look_s = now_s
 
     def reset(self) -> None:
         self._before_s = 0.0

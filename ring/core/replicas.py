@@ -80,15 +80,18 @@ class Load:
 
 @dataclass(kw_only=True)
 class Replica:
-    """One replica over all its lives. `num_failures`: since its last accepted fill; one with any is still tried.
-    `serves`: there are none, or they can have been deaths of its process (`only_died`) and it has another now: so it
-    counts as a teacher that serves the run. `num_strikes`: failures close upon each other, whatever it filled
-    between them; they lengthen the pause until `trial_s`."""
+    """One replica over all its lives.
+
+    `num_failures`: since its last accepted fill; one with any is still tried. `num_strikes`: failures close upon each
+    other, whatever it filled between them; they lengthen the pause until `trial_s`. `serves`: it counts as a teacher
+    that serves the run: it has not failed, or all its failures can have been deaths of its process (`only_died`) and it
+    has another now, or there was but one. `leaving`: its session ends once its last fills are taken."""
 
     name: str
     state: ReplicaState = ReplicaState.DOWN
     epoch: str | None = None
     num_failures: int = 0
+    leaving: bool = False
     serves: bool = True
     only_died: bool = True
     num_strikes: int = 0
@@ -196,8 +199,10 @@ class Fleet:
         held against it but that it has not served yet."""
         replica.load = Load()
         if epoch != replica.epoch:
-            replica.serves |= replica.only_died
             replica.num_strikes, replica.trial_s = 0, float("-inf")
+        # A connection may break once; one that breaks again and again serves nobody.
+        replica.serves |= replica.only_died and replica.num_strikes <= 1
+        replica.leaving = False
         replica.epoch = epoch
         replica.crc_errors_in_a_row = 0
         replica.num_joins += 1

@@ -179,6 +179,11 @@ class Requests:
         self._in_flight[fill] = entry
         return fill
 
+    def put_off(self, by_s: float) -> None:
+        """Everything in flight was sent so much later."""
+        for entry in self._in_flight.values():
+            entry.sent_s += by_s
+
     def give_up(self, entry: Entry) -> FillId:
         """The present attempt is over; returns its fill."""
         fill = self._end_attempt(entry, RequestEvent.GIVE_UP)

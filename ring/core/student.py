@@ -46,7 +46,7 @@ class StudentMachine:
         self._slots = self._attempts.slots
         self._requests = self._attempts.requests
         self._fleet = self._attempts.fleet
-        self._unserved = UnservedClock(config.teacher_timeout_s)
+        self._unserved = UnservedClock(config.teacher_timeout_s, look_interval_s=config.ping_interval_s)
         self._unserved.set_running(True, now_s)
         self._ended: str | None = None
         self._submitted = 0
@@ -85,14 +85,14 @@ class StudentMachine:
                 f"seq {seq} was submitted while {self._requests.num_pending} requests are pending; "
                 f"allowed: {self._config.pending_limit}"
             )
-        self._now_s = now_s
+        self._at(now_s)
         self._requests.submit(Entry(seq=seq, payload=payload, expect=expect))
         self._submitted += 1
         return self._settle([])
 
     def next_lease(self, *, now_s: float) -> Lease | None:
         """The lease of the next seq in order, if it is filled. Several leases may be held at a time."""
-        self._now_s = self._time(now_s)
+        self._at(self._time(now_s))
         entry = self._requests.lease()
         if entry is None:
             return None
@@ -107,7 +107,7 @@ class StudentMachine:
         Raises LocalProtocolError: `seq` is not leased; nothing changed."""
         now_s = self._time(now_s)
         entry = self._requests.leased(seq)
-        self._now_s = now_s
+        self._at(now_s)
         assert entry.fill is not None
         self._slots.move(entry.fill.slot, SlotEvent.RELEASE)
         self._requests.release(entry)
@@ -128,7 +128,7 @@ class StudentMachine:
         known = self._fleet.get(replica)
         if known is not None and known.connected:
             raise LocalProtocolError(f"replica {replica} came up while {known.state.value}; report replica_down first")
-        self._now_s = now_s
+        self._at(now_s)
         self._fingerprint = fingerprint
         joined = self._fleet.add(replica)
         self._fleet.join(joined, epoch)
@@ -139,7 +139,7 @@ class StudentMachine:
 
     def replica_down(self, replica: str, *, error: str, now_s: float) -> list[Action]:
         """A replica is gone, or could not be reached. Its fills are given up. Idempotent."""
-        self._now_s = self._time(now_s)
+        self._at(self._time(now_s))
         gone = self._fleet.add(replica)
         gone.last_error = error
         actions: list[Action] = []
@@ -149,14 +149,17 @@ class StudentMachine:
 
     def leaving(self, replica: str, *, now_s: float) -> None:
         """Its session is about to end: what it has sent already still counts, and nothing more is asked of it."""
-        self._now_s = self._time(now_s)
+        self._at(self._time(now_s))
         known = self._fleet.get(replica)
-        if known is not None and known.state is ReplicaState.UP:
+        if known is None or not known.connected:
+            return
+        known.leaving = True
+        if known.state is ReplicaState.UP:
             self._fleet.move(known, ReplicaEvent.DRAIN)
 
     def heard(self, replica: str, *, now_s: float) -> None:
         """Any message came from the replica: it is not silent."""
-        self._now_s = self._time(now_s)
+        self._at(self._time(now_s))
         self._hear(replica)
 
     # ---- answers -------------------------------------------------------------------------------------------------
@@ -165,7 +168,7 @@ class StudentMachine:
         self, replica: str, fill: FillId, num_bytes: int, header: FillHeader, crc: int | None, *, now_s: float
     ) -> list[Action]:
         """A fill is whole in its slot. crc: what the shell computed over the slot; None where checking is off."""
-        self._now_s = self._time(now_s)
+        self._at(self._time(now_s))
         self._hear(replica)
         actions: list[Action] = []
         asked = self._asked(replica, fill, actions)
@@ -192,7 +195,7 @@ class StudentMachine:
 
     def garbled(self, replica: str, fill: FillId, error: str, *, now_s: float) -> list[Action]:
         """A fill is whole in its slot, and its header can't be read: as wrong as any answer (R3)."""
-        self._now_s = self._time(now_s)
+        self._at(self._time(now_s))
         self._hear(replica)
         actions: list[Action] = []
         asked = self._asked(replica, fill, actions)
@@ -203,7 +206,7 @@ class StudentMachine:
     def came_late(self, replica: str, count: int, *, now_s: float) -> list[Action]:
         """The transport dropped so many payloads that came whole and that nobody waited for any more. Which they were,
         and that their slots are free, is for the data plane to say: `fenced`."""
-        self._now_s = self._time(now_s)
+        self._at(self._time(now_s))
         self._hear(replica)
         actions: list[Action] = []
         sender = self._fleet.get(replica)
@@ -214,7 +217,7 @@ class StudentMachine:
 
     def refused(self, replica: str, fill: FillId, code: RefusalCode, message: str, *, now_s: float) -> list[Action]:
         """The replica won't fill this attempt. That nothing of it can land is for the data plane to say: `fenced`."""
-        self._now_s = self._time(now_s)
+        self._at(self._time(now_s))
         self._hear(replica)
         actions: list[Action] = []
         entry, sender = self._requests.in_flight(fill), self._fleet.get(replica)
@@ -240,7 +243,7 @@ class StudentMachine:
 
     def fenced(self, fill: FillId, *, now_s: float) -> list[Action]:
         """Nothing of a given-up fill can land any more. Idempotent; unknown fills change nothing."""
-        self._now_s = self._time(now_s)
+        self._at(self._time(now_s))
         return self._settle([]) if self._attempts.fence(fill) else []
 
     # ---- time ----------------------------------------------------------------------------------------------------
@@ -249,16 +252,17 @@ class StudentMachine:
         """When `on_timer` has something to do if nothing happens before; None: never."""
         if self._ended:
             return None
-        ends = [self._attempts.first_deadline_s(), self._unserved.deadline_s()]
+        ends = [self._attempts.first_deadline_s(), self._unserved.deadline_s(), self._unserved.look_s()]
         ends += [entry.retry_at_s for entry in self._requests.waiting()]
         return min((end_s for end_s in ends if end_s is not None), default=None)
 
     def on_timer(self, *, now_s: float) -> list[Action]:
         """Do what is due at `now_s`; each deadline is due at exactly its time."""
-        self._now_s = now_s = self._time(now_s)
+        now_s = self._at(self._time(now_s))
         actions: list[Action] = []
         if self._ended:
             return actions
+        self._unserved.looked(now_s)
         self._attempts.on_timer(now_s, actions)
         self._settle(actions)
         deadline_s = self._unserved.deadline_s()
@@ -302,6 +306,14 @@ class StudentMachine:
         if not math.isfinite(now_s):
             raise LocalProtocolError(f"now_s is {now_s}; allowed: a finite number of seconds")
         return max(now_s, self._now_s)
+
+    def _at(self, now_s: float) -> float:
+        """Something happens now. First of all: time in which this side did not look (it was stopped, or its machine
+        suspended) is held against nobody, before anything that is heard or asked now gets a deadline of its own."""
+        self._now_s = now_s
+        self._attempts.excuse(now_s)
+        self._unserved.excuse(now_s, tolerance_s=self._config.peer_timeout_s / 2)
+        return now_s
 
     def _hear(self, name: str) -> None:
         replica = self._fleet.get(name)

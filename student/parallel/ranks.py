@@ -123,7 +123,7 @@ class Ranks:
         self._saving: dist.ProcessGroup | None = None
         self._background: dist.ProcessGroup | None = None
         self._vocab_mesh: DeviceMesh | None = None
-        if device.type == "cuda":
+        if device.type == "cuda" and device.index is not None:  # without a number it is the current one
             # FSDP, NCCL and a checkpoint's generators take the process's current device.
             torch.cuda.set_device(device)
         if launch.world_size == 1 and not wants_groups:

@@ -101,7 +101,6 @@ class Loop:
         self._first_step = self._saved_step = progress.step
         self._stop_signal = 0
         self._updating = False
-        self._left_out_in_a_row = 0
         self.progress = progress
         self.eval_losses = eval_losses
 
@@ -188,7 +187,7 @@ class Loop:
         self._optimizer.step(lr=lr)
         self._go_on(planned)
         self._updating = False
-        self._left_out_in_a_row = 0
+        self.progress.steps_left_out_in_a_row = 0
 
     def _go_on(self, planned: PlannedStep) -> None:
         self.progress.step, self.progress.position = planned.step, planned.next_position
@@ -200,10 +199,10 @@ class Loop:
         self._shares.zero_grad()
         kd, ce = (sum(shares) for shares in zip(*self._ranks.gather_floats([kd, ce]), strict=True))
         why = f"the gradient norm is {norm}, kd {kd:.4g}, lm_loss {ce:.4g}"
-        if math.isfinite(ce) and not math.isfinite(kd):
+        if math.isfinite(ce) and ce and not math.isfinite(kd):  # ce is of the same rows of the student
             why += ": the teacher's states or logits are not finite"
         said = f"step {planned.step}: {why}; samples {planned.sample_ids[:8].tolist()}"
-        if self._left_out_in_a_row >= self._settings.max_left_out:
+        if self.progress.steps_left_out_in_a_row >= self._settings.max_left_out:
             raise self._ranks.known_to_all(
                 Diverged(
                     f"{said}; the step was not taken; allowed: --resume with --max-left-out "
@@ -213,7 +212,7 @@ class Loop:
             )
         if self._ranks.is_first:
             logger.warning("%s; the step is left out", said)
-        self._left_out_in_a_row += 1
+        self.progress.steps_left_out_in_a_row += 1
         self._go_on(planned)
         self.progress.samples_left_out += len(planned.sample_ids)
 

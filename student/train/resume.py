@@ -72,11 +72,12 @@ EXACT_SETTINGS = ("deterministic", "threads", "workspace_bytes", "device", "fsdp
 @dataclass(kw_only=True)
 class Progress:
     """Where the run is: its last step, and the position that a checkpoint of it stores; `samples_left_out`: before
-    that, of steps whose gradient was not finite."""
+    that, of steps whose gradient was not finite; `steps_left_out_in_a_row`: the last so many were such steps."""
 
     step: int
     position: int
     samples_left_out: int = 0
+    steps_left_out_in_a_row: int = 0
 
 
 @dataclass(frozen=True)
@@ -293,7 +294,12 @@ def restore(
     else:
         trained.optimizer.load_state_tensors(checkpoint.optimizer_tensors())
     restore_generators(state, rank=ranks.rank, seed=seed)
-    return Progress(step=state.step, position=state.position, samples_left_out=state.samples_left_out)
+    return Progress(
+        step=state.step,
+        position=state.position,
+        samples_left_out=state.samples_left_out,
+        steps_left_out_in_a_row=state.steps_left_out_in_a_row,
+    )
 
 
 def restore_generators(state: TrainState, *, rank: int, seed: int) -> None:

@@ -44,6 +44,7 @@ class Saver:
             config_hash=self.fixed,
             rng=tuple(RngState.from_json(entry) for entry in generators),
             samples_left_out=now.samples_left_out,
+            steps_left_out_in_a_row=now.steps_left_out_in_a_row,
         )
         if ranks.has_groups:
             from student.parallel.checkpoint import CheckpointParts, write_sharded_checkpoint

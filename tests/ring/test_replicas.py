@@ -12,8 +12,9 @@ import torch
 import zmq
 
 from ring.connection import LinkOpener
+from ring.control import ControlLink
 from ring.core.config import RingConfig
-from ring.core.errors import ConfigError, DisaggKDError, TeacherLost
+from ring.core.errors import ConfigError, DisaggKDError, TeacherLost, TransportError
 from ring.core.messages import Message, Pong
 from ring.core.stats import DropCause, RetryCause
 from ring.local_control import LocalLink, Mailbox
@@ -299,3 +300,27 @@ def test_a_run_that_begins_looks_whether_all_replicas_serve_the_same(
             ring.check_models(timeout_s=HANG_GUARD_S)
     for named in (right.endpoint, wrong.endpoint, model.fingerprint, other_model.fingerprint):
         assert named in str(refused.value)
+
+
+def test_a_replica_that_answers_at_the_second_attempt_is_looked_at_too(
+    model: TeacherModel, other_model: TeacherModel
+) -> None:
+    """Where each teacher has a key of its own, all but one are tried with another's first."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    with Teacher(model) as right, Teacher(other_model) as wrong:
+        failures = iter([TransportError("it does not own this key")])
+
+        def open_at_second_attempt() -> ControlLink:
+            for failure in failures:
+                raise failure
+            return wrong.link(context)
+
+        links: list[tuple[str, LinkOpener]] = [
+            (wrong.endpoint, open_at_second_attempt),
+            (right.endpoint, partial(right.link, context)),
+        ]
+        with Ring(config=RingConfig(depth=3), hello=make_hello(model), links=links) as ring:
+            ring.wait_welcome(timeout_s=HANG_GUARD_S)
+            with pytest.raises(ConfigError, match="the replicas serve different models"):
+                ring.check_models(timeout_s=HANG_GUARD_S)
+    context.term()

@@ -224,6 +224,50 @@ def test_time_in_which_this_side_slept_is_held_against_nobody(slept_s: float) ->
     assert dropped(actions) == ["b", "a"], "and from then on silence counts"
 
 
+def test_what_is_heard_after_this_side_slept_has_its_deadline_from_then_on() -> None:
+    """The pump takes messages and fills before it looks at the time."""
+    ring = Driver(depth=2, peer_timeout_s=5.0, request_timeout_s=60.0, ping_interval_s=1.0)
+    ring.up("a")
+    ring.submit(0)
+    ring.wait(0.5)
+    ring.now_s += 50.0
+    ring.fill_all()
+    ring.consume()
+    ring.submit(1)
+    ring.do(ring.machine.on_timer(now_s=ring.now_s))
+    woke_s = ring.now_s
+    while not dropped(ring.wait(0.25, heard=False)):
+        assert ring.now_s < woke_s + 6.0
+    assert ring.now_s == woke_s + 5.0
+
+
+def test_a_run_is_not_lost_over_time_in_which_its_trainer_slept() -> None:
+    ring = Driver(teacher_timeout_s=60.0, peer_timeout_s=5.0, ping_interval_s=1.0)
+    ring.up("a")
+    ring.submit(0)
+    ring.down("a")
+    ring.wait(20.0)
+    ring.now_s += 100.0
+    assert lost(ring.do(ring.machine.on_timer(now_s=ring.now_s))) == []
+    assert lost(ring.wait(38.0)) == []
+    assert len(lost(ring.wait(2.0))) == 1, "what it waited before and after counts"
+
+
+def test_replicas_that_gave_the_trainer_up_while_it_slept_are_believed_when_they_are_back() -> None:
+    ring = Driver(teacher_timeout_s=60.0, request_timeout_s=300.0, peer_timeout_s=5.0, ping_interval_s=1.0)
+    for name in "ab":
+        ring.up(name, epoch=name)
+    ring.submit(0, 1)
+    ring.wait(0.5)
+    ring.now_s += 3600.0
+    for name in "ab":
+        ring.down(name, error="it said goodbye: not heard from for 60 s")
+        ring.up(name, epoch=name)
+    assert lost(ring.wait(70.0)) == [], "they are at work"
+    ring.fill_all()
+    assert ring.consume() == [0, 1]
+
+
 def test_a_turn_that_comes_a_little_late_puts_nothing_off() -> None:
     ring = Driver(peer_timeout_s=5.0, ping_interval_s=1.0)
     ring.up("a")

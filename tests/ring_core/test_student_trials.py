@@ -9,7 +9,7 @@ from itertools import count, pairwise
 import pytest
 
 from ring.core.messages import FillId, RefusalCode
-from tests.ring_core.driver import Driver
+from tests.ring_core.driver import Driver, stalled_ring
 
 TIMEOUT_S = 10.0
 
@@ -237,3 +237,29 @@ def test_a_replica_that_breaks_off_over_every_request_does_not_put_the_end_off(i
             ring.up("bad", epoch=str(lives if is_new else 0))
     assert ring.ended is not None
     assert lives == (12 if is_new else 4)
+
+
+def test_a_connection_that_breaks_once_does_not_end_a_run_whose_answers_take_long() -> None:
+    """Longer than --teacher-timeout, as --request-timeout allows: the replica is at work all the while."""
+    ring = Driver(depth=1, request_timeout_s=300.0, teacher_timeout_s=60.0, peer_timeout_s=1e6)
+    ring.up("a", epoch="one process")
+    ring.submit(0)
+    ring.wait(70.0)
+    ring.down("a")
+    ring.wait(0.25)
+    ring.up("a", epoch="one process")
+    ring.wait(70.0)
+    assert ring.ended is None
+    ring.fill_all()
+    assert ring.consume() == [0]
+
+
+def test_a_stalled_replica_that_is_leaving_is_not_asked_again() -> None:
+    ring = stalled_ring()
+    ring.machine.leaving("a", now_s=ring.now_s)
+    ring.do(ring.machine.came_late("a", 1, now_s=ring.now_s))
+    assert ring.machine.stats(now_s=ring.now_s).replicas[0].state == "stalled"
+    assert [name for name, _ in ring.sends(ring.submit(2))] == ["b"]
+    ring.down("a")
+    ring.up("a")
+    assert ring.machine.stats(now_s=ring.now_s).replicas[0].state == "up"

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.cuda._utils import _get_device_index
 
 from ring.core.errors import ConfigError
 from student.checkpoint import Checkpoint, TrainState, open_checkpoint, write_checkpoint
@@ -208,3 +209,14 @@ def test_generators_of_a_checkpoint_that_has_all_devices_are_read_where_it_is_cl
             RngState.from_json(written)
     else:
         assert RngState.from_json(written).torch_cuda == (b"abc" if num_devices else None)
+
+
+@pytest.mark.parametrize(("device", "wanted"), [("cuda", []), ("cuda:1", [1]), ("cpu", [])])
+def test_the_device_of_a_trainer_is_the_current_one(
+    device: str, wanted: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """--device auto and cuda have no number, which torch does not take."""
+    chosen: list[int] = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: chosen.append(_get_device_index(device)))
+    Ranks.alone(torch.device(device))
+    assert chosen == wanted

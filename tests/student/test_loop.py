@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import signal
 from collections.abc import Callable, Iterator, Sequence
@@ -287,3 +288,18 @@ def test_an_error_after_the_update_leaves_a_checkpoint_with_the_generators_of_th
         trial.loop.run()
     assert [step for step, _ in trial.saved] == [1]
     assert trial.saved[0][1] == quiet.rng_after_step_one[0]
+
+
+def test_how_many_were_left_out_in_a_row_is_part_of_where_a_run_is(dataset: TokenDataset, tmp_path: Path) -> None:
+    """A run that was ended and resumed in between is the run at once."""
+    kept: list[Progress] = []
+    trial = Trial(dataset, tmp_path, max_left_out=1, save=lambda now: kept.append(dataclasses.replace(now)))
+    Poisoned(trial)
+    trial.loop.run()
+    assert kept[-1].steps_left_out_in_a_row == 1
+    resumed = Trial(dataset, tmp_path, max_left_out=1)
+    resumed.loop.progress.steps_left_out_in_a_row = kept[-1].steps_left_out_in_a_row
+    resumed.loop.progress.step = 0
+    next(resumed.loop._module.parameters()).register_hook(lambda gradient: gradient * float("nan"))
+    with pytest.raises(Diverged, match=r"^step 1: .*--max-left-out 2 leaves it out"):
+        resumed.loop.run()

@@ -3,47 +3,26 @@
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors.torch
 
+from tests.poisoned import NUM_SAMPLES, POISONED_SAMPLE, build_poisoned_teacher, write_poisoned_data
 from tests.system.conftest import Start
 from tests.system.processes import Student, check_refusal
-from tests.tiny_models import TOKENIZER_VOCAB, build_tiny_checkpoint
 
-NUM_SAMPLES = 24
 BATCH = 4
-#: No text of the teacher's self-test has it.
-POISON = 301
-POISONED_SAMPLE = 13
 
 
 @pytest.fixture(scope="module")
 def teacher_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One row of its embedding is not finite, as after an overflow."""
-    root = build_tiny_checkpoint(
-        tmp_path_factory.mktemp("poisoned") / "teacher", "qwen3", seed=1, hidden_size=48, tie_word_embeddings=False
-    )
-    (file,) = root.glob("*.safetensors")
-    tensors = safetensors.torch.load_file(file)
-    tensors["model.embed_tokens.weight"][POISON] = float("nan")
-    safetensors.torch.save_file(tensors, file, metadata={"format": "pt"})
-    return root
+    return build_poisoned_teacher(tmp_path_factory.mktemp("poisoned") / "teacher")
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    rng = random.Random(5)
-    documents = [[rng.randrange(20, TOKENIZER_VOCAB - 40) for _ in range(12)] for _ in range(NUM_SAMPLES)]
-    for document in documents:
-        document[:] = [id_ if id_ != POISON else id_ + 1 for id_ in document]
-    documents[POISONED_SAMPLE][5] = POISON
-    path = tmp_path_factory.mktemp("ids") / "train.jsonl"
-    path.write_text("".join(json.dumps({"input_ids": ids}) + "\n" for ids in documents))
-    return path
+    return write_poisoned_data(tmp_path_factory.mktemp("ids") / "train.jsonl")
 
 
 def lines(student: Student) -> list[dict[str, Any]]:
