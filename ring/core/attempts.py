@@ -175,8 +175,8 @@ class Attempts:
             return
         by_s = now_s - ping_s
         for deadlines in (self.deadlines, self.stalls, self.silences, self.pings):
-            deadlines.put_off(by_s)
-        self.requests.put_off(by_s)
+            deadlines.put_off(by_s, now_s)
+        self.requests.put_off(by_s, now_s)
 
     def known(self, name: str) -> Replica:
         replica = self.fleet.get(name)

@@ -27,10 +27,10 @@ class Deadlines(Generic[K]):
         self._deadline_s[key] = now_s + self._period_s
         self._deadline_s.move_to_end(key)
 
-    def put_off(self, by_s: float) -> None:
-        """All of them."""
-        for key in self._deadline_s:
-            self._deadline_s[key] += by_s
+    def put_off(self, by_s: float, now_s: float) -> None:
+        """All of them; none further than if it started now."""
+        for key, deadline_s in self._deadline_s.items():
+            self._deadline_s[key] = min(deadline_s + by_s, now_s + self._period_s)
 
     def stop(self, key: K) -> None:
         self._deadline_s.pop(key, None)
@@ -79,7 +79,7 @@ class UnservedClock:
     def excuse(self, now_s: float, *, tolerance_s: float) -> None:
         """If nobody looked for longer than that beyond its time, the clock stood meanwhile."""
         if self._since_s is not None and now_s - self._look_s >= tolerance_s:
-            self._since_s += now_s - self._look_s
+            self._since_s = min(self._since_s + now_s - self._look_s, now_s)
             self._look_s = now_s
 
     def reset(self) -> None:

@@ -179,10 +179,10 @@ class Requests:
         self._in_flight[fill] = entry
         return fill
 
-    def put_off(self, by_s: float) -> None:
-        """Everything in flight was sent so much later."""
+    def put_off(self, by_s: float, now_s: float) -> None:
+        """Everything in flight counts as sent so much later, now at the latest."""
         for entry in self._in_flight.values():
-            entry.sent_s += by_s
+            entry.sent_s = min(entry.sent_s + by_s, now_s)
 
     def give_up(self, entry: Entry) -> FillId:
         """The present attempt is over; returns its fill."""

@@ -14,7 +14,7 @@ from ring.core.actions import (
 )
 from ring.core.messages import FillId, RefusalCode
 from ring.core.stats import DropCause, RetryCause
-from tests.ring_core.driver import F0, Driver, dropped, lost, stalled_ring
+from tests.ring_core.driver import F0, Driver, dropped, lost, microbatch, stalled_ring
 
 # ---- deadlines -------------------------------------------------------------------------------------------------
 
@@ -239,6 +239,24 @@ def test_what_is_heard_after_this_side_slept_has_its_deadline_from_then_on() -> 
     while not dropped(ring.wait(0.25, heard=False)):
         assert ring.now_s < woke_s + 6.0
     assert ring.now_s == woke_s + 5.0
+
+
+def test_what_was_asked_while_nobody_looked_is_put_off_no_further_than_anew() -> None:
+    """The trainer asks in the midst of a gap that counts as one only later."""
+    ring = Driver(depth=2, peer_timeout_s=5.0, request_timeout_s=60.0, ping_interval_s=1.0)
+    ring.up("a")
+    ring.now_s = 1.0 + 2.4  # a ping has been due since 1
+    ring.submit(0)
+    asked_s = ring.now_s
+    ring.now_s = 1.0 + 2.6
+    ring.do(ring.machine.on_timer(now_s=ring.now_s))
+    attempts = ring.machine._attempts
+    assert attempts.deadlines.first_s() == ring.now_s + 60.0
+    ring.now_s += 0.5
+    ring.fill_all()
+    rate_s = ring.machine.stats(now_s=ring.now_s).replicas[0].seconds_per_token
+    assert rate_s is not None
+    assert 0.499 <= rate_s * microbatch(0)[1].cost_tokens <= ring.now_s - asked_s, "it was not asked in the future"
 
 
 def test_a_run_is_not_lost_over_time_in_which_its_trainer_slept() -> None:
