@@ -23,7 +23,7 @@ from bench.processes import sigterm_interrupts
 from bench.records import environment
 from ring.command import flag, parse, run, set_up_logging
 from ring.core.errors import ConfigError
-from student.train.teachers import resolve_device
+from ring.devices import find_device
 
 PROG = "bench.report"
 Made = TypeVar("Made")
@@ -92,7 +92,7 @@ def report(config: ReportConfig, console: Console, *, shell: str) -> int:
     """Measure, write, say what was found; returns the exit code. Raises DisaggKDError."""
     started_s = time.monotonic()
     # Before anything is made: a device, a package or a model that is not there would be noticed after minutes.
-    resolve_device(config.device)
+    find_device(config.device, flag="--device")
     charts.require()
     if config.teacher is not None:
         _check_models(config)

@@ -137,7 +137,7 @@ class TrainConfig:
             "checkpoint_timeout",
         ):
             _require(self, name, 0 < getattr(self, name) < float("inf"), "> 0")
-        for name in ("teacher_timeout", "peer_timeout", "request_timeout"):
+        for name in ("teacher_timeout", "peer_timeout", "request_timeout", "rank_timeout", "checkpoint_timeout"):
             _require(self, name, getattr(self, name) <= MAX_SECONDS, f"<= {MAX_SECONDS:g}")
         _require(self, "min_lr_frac", 0 <= self.min_lr_frac <= 1, "0 to 1")
         for name in ("jsd_teacher_weight", "skew_alpha"):

@@ -16,10 +16,10 @@ from ring.core.errors import ConfigError
 @dataclass(frozen=True, kw_only=True)
 class RngState:
     """torch's generators, Python's and numpy's, of one process. torch_cuda: that of the device which the process trains
-    on; None without one."""
+    on; None without one; all of the host where an older checkpoint does not say which it was."""
 
     torch_cpu: bytes
-    torch_cuda: bytes | None
+    torch_cuda: bytes | tuple[bytes, ...] | None
     python: tuple[int, tuple[int, ...], float | None]
     numpy: tuple[bytes, int, int, float]
 
@@ -28,7 +28,13 @@ class RngState:
         key, place, has_gauss, cached = self.numpy
         return {
             "torch_cpu": _text(self.torch_cpu),
-            "torch_cuda": None if self.torch_cuda is None else _text(self.torch_cuda),
+            "torch_cuda": (
+                [_text(state) for state in self.torch_cuda]
+                if isinstance(self.torch_cuda, tuple)
+                else None
+                if self.torch_cuda is None
+                else _text(self.torch_cuda)
+            ),
             "python": [version, list(words), gauss],
             "numpy": [_text(key), place, has_gauss, cached],
         }
@@ -39,13 +45,11 @@ class RngState:
         version, words, gauss = value["python"]
         key, place, has_gauss, cached = value["numpy"]
         cuda = value["torch_cuda"]
-        if isinstance(cuda, list):  # of every device of the host, as it was once written
-            if len(cuda) > 1:
-                raise ValueError(f"generators of {len(cuda)} CUDA devices, and not which was the rank's")
+        if isinstance(cuda, list) and len(cuda) < 2:
             cuda = cuda[0] if cuda else None
         return cls(
             torch_cpu=_bytes(value["torch_cpu"]),
-            torch_cuda=None if cuda is None else _bytes(cuda),
+            torch_cuda=tuple(map(_bytes, cuda)) if isinstance(cuda, list) else None if cuda is None else _bytes(cuda),
             python=(int(version), tuple(int(word) for word in words), None if gauss is None else float(gauss)),
             numpy=(_bytes(key), int(place), int(has_gauss), float(cached)),
         )
@@ -81,6 +85,8 @@ def restore_rng(state: RngState) -> None:
 def _restore(state: RngState) -> None:
     torch.set_rng_state(torch.frombuffer(bytearray(state.torch_cpu), dtype=torch.uint8))
     if state.torch_cuda is not None and torch.cuda.is_available():
+        if isinstance(state.torch_cuda, tuple):
+            raise ValueError(f"it has those of {len(state.torch_cuda)} CUDA devices, and not which was this rank's")
         torch.cuda.set_rng_state(torch.frombuffer(bytearray(state.torch_cuda), dtype=torch.uint8))
     random.setstate(state.python)
     key, place, has_gauss, cached = state.numpy

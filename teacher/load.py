@@ -22,6 +22,7 @@ from planner.hub import is_only_cached
 from planner.token_map import num_tokens_of, token_map_hash
 from ring.core.errors import ConfigError
 from ring.core.messages import WireDtype
+from ring.devices import find_device
 from ring.dtypes import TORCH_DTYPES
 from teacher.body import SplitModel
 from teacher.fingerprint import fingerprint, head_sha256
@@ -53,7 +54,7 @@ def load_teacher(source: str, *, dtype: DtypeName = "auto", device: str | torch.
     where there is one.
     Raises ConfigError, one line: nothing there, a part missing or broken, a model that can't be served (`prepare`)."""
     torch_dtype = _torch_dtype(dtype)
-    torch_device = _torch_device(device)
+    torch_device = find_device(device, flag="teacher --device")
     name, location = check_source(source)
     common = {"trust_remote_code": False, "local_files_only": _is_only_cached(location)}
     auto_model: Any = transformers.AutoModelForCausalLM
@@ -116,18 +117,6 @@ def _torch_dtype(dtype: str) -> torch.dtype | Literal["auto"]:
     if dtype not in get_args(DtypeName):
         raise ConfigError(f"teacher dtype {dtype!r}; allowed: {', '.join(get_args(DtypeName))}")
     return TORCH_DTYPES[WireDtype(dtype)]
-
-
-def _torch_device(device: str | torch.device) -> torch.device:
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        torch_device = torch.device(device)
-        torch.zeros(1, device=torch_device).item()  # it is there, and what it holds can be read
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(f"teacher --device {device}: {reason}; allowed: auto, cpu, cuda, cuda:N") from error
-    return torch_device
 
 
 def check_source(source: str) -> tuple[str, str]:

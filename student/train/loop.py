@@ -202,11 +202,12 @@ class Loop:
         if math.isfinite(ce) and ce and not math.isfinite(kd):  # ce is of the same rows of the student
             why += ": the teacher's states or logits are not finite"
         said = f"step {planned.step}: {why}; samples {planned.sample_ids[:8].tolist()}"
-        if self.progress.steps_left_out_in_a_row >= self._settings.max_left_out:
+        num_before = self.progress.steps_left_out_in_a_row
+        if num_before >= self._settings.max_left_out:
             raise self._ranks.known_to_all(
                 Diverged(
                     f"{said}; the step was not taken; allowed: --resume with --max-left-out "
-                    f"{self._settings.max_left_out + 1} leaves it out, a new run from the last checkpoint's model may "
+                    f"{num_before + 1} leaves it out, a new run from the last checkpoint's model may "
                     f"have another --lr, data or teacher"
                 )
             )

@@ -24,6 +24,7 @@ import transformers
 
 from ring.core.errors import DisaggKDError, LocalProtocolError
 from ring.core.stats import DropCause, RetryCause
+from ring.devices import find_device
 from student.checkpoint import Checkpoint, CheckpointError
 from student.config import TrainConfig
 from student.data import MicroBatchPlan, TokenDataset
@@ -46,7 +47,7 @@ from student.train.resume import (
     teacher_before,
 )
 from student.train.saver import Saver
-from student.train.teachers import check_teachers, resolve_device
+from student.train.teachers import check_teachers
 
 if TYPE_CHECKING:
     from student.parallel.checkpoint import BackgroundWriter
@@ -117,10 +118,10 @@ def _meet(config: TrainConfig, launch: Launch | None) -> Ranks:
     wants_groups = config.fsdp or config.vocab_parallel > 1
     if launch is None or (launch.world_size == 1 and not wants_groups):
         config.check_alone()
-        return Ranks.alone(resolve_device(config.device))
+        return Ranks.alone(find_device(config.device, flag="--device"))
     return Ranks(
         launch,
-        device=resolve_device(config.device, local_rank=launch.local_rank),
+        device=find_device(config.device, flag="--device", local_rank=launch.local_rank),
         timeout_s=config.rank_timeout,
         checkpoint_timeout_s=config.checkpoint_timeout,
         vocab_parallel=config.vocab_parallel,

@@ -195,22 +195,6 @@ def _ring_config(config: TrainConfig) -> RingConfig:
     )
 
 
-def resolve_device(name: str, *, local_rank: int | None = None) -> torch.device:
-    """The device of --device; with several ranks on a machine each has a CUDA device of its own.
-
-    Raises ConfigError: there is none of that name."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and local_rank is not None:
-        name = f"cuda:{local_rank}"
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ConfigError(f"--device {name}: {str(error).splitlines()[0]}; allowed: auto, cpu, cuda, cuda:N") from error
-    return device
-
-
 #: Hello, links, idle work, and how the teacher is cut over the ranks once its head was fetched.
 Connection = tuple[Hello, list[tuple[str, LinkOpener]], Callable[[], bool] | None, Callable[[], "Lockstep"] | None]
 

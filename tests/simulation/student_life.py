@@ -294,7 +294,14 @@ class StudentLife(Process):
         receiver = session.receiver
         while receiver is not None and not session.closed:
             arrivals = receiver.poll()
-            for arrival in arrivals:
+            for number, arrival in enumerate(arrivals):
+                if session.closed:
+                    # A wrong one among them has ended the session: the others were given up, whatever they are.
+                    self.counts.late += len(arrivals) - number
+                    self._actions.extend(
+                        self.machine.came_late(session.replica, len(arrivals) - number, now_s=self.clock.now_s)
+                    )
+                    break
                 data = self.memory.read(arrival.fill.slot, arrival.num_bytes)
                 crc = crc32(data) if session.crc else None
                 self.counts.arrivals += 1
@@ -306,7 +313,6 @@ class StudentLife(Process):
                     self._actions.extend(
                         self.machine.arrived(session.replica, fill, arrival.num_bytes, header, crc, now_s=now_s)
                     )
-                # Even if that ended the session: the other arrivals of the same poll are in the shell's hands.
                 self._carry_out()
             if not arrivals:
                 if late := receiver.newly_dropped():

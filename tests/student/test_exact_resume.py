@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -201,14 +202,14 @@ def test_a_rank_goes_on_with_its_generator_whatever_the_number_of_its_device(mon
 
 @pytest.mark.parametrize("num_devices", [0, 1, 2])
 def test_generators_of_a_checkpoint_that_has_all_devices_are_read_where_it_is_clear_whose_they_are(
-    num_devices: int,
+    num_devices: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    written = capture_rng().to_json() | {"torch_cuda": ["YWJj"] * num_devices}
-    if num_devices == 2:
-        with pytest.raises(ValueError, match="generators of 2 CUDA devices"):
-            RngState.from_json(written)
-    else:
-        assert RngState.from_json(written).torch_cuda == (b"abc" if num_devices else None)
+    state = RngState.from_json(capture_rng().to_json() | {"torch_cuda": ["YWJj"] * num_devices})
+    assert RngState.from_json(json.loads(json.dumps(state.to_json()))) == state
+    restore_rng(state)  # this process has no such device
+    FakeDevices(monkeypatch)
+    with pytest.raises(ConfigError, match="those of 2 CUDA devices") if num_devices == 2 else nullcontext():
+        restore_rng(replace(state, torch_cuda=state.torch_cuda if num_devices == 2 else None))
 
 
 @pytest.mark.parametrize(("device", "wanted"), [("cuda", []), ("cuda:1", [1]), ("cpu", [])])

@@ -303,3 +303,14 @@ def test_how_many_were_left_out_in_a_row_is_part_of_where_a_run_is(dataset: Toke
     next(resumed.loop._module.parameters()).register_hook(lambda gradient: gradient * float("nan"))
     with pytest.raises(Diverged, match=r"^step 1: .*--max-left-out 2 leaves it out"):
         resumed.loop.run()
+
+
+def test_the_flag_that_is_named_helps_also_where_more_were_left_out_than_it_allows(
+    dataset: TokenDataset, tmp_path: Path
+) -> None:
+    trial = Trial(dataset, tmp_path)
+    trial.loop.progress.steps_left_out_in_a_row = 3
+    Poisoned(trial)
+    next(trial.loop._module.parameters()).register_hook(lambda gradient: gradient * float("nan"))
+    with pytest.raises(Diverged, match=r"--max-left-out 4 leaves it out"):
+        trial.loop.run()

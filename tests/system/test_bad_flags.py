@@ -20,6 +20,8 @@ BAD_FLAGS = [
     (("--ring-depth", "5000"), "depth + num_spares must be <= 4096, got 5000 + "),
     (("--lr", "-1"), "--lr must be > 0, got -1"),
     (("--lr", "nan"), "lr"),
+    (("--rank-timeout", "1e15"), "--rank-timeout must be <= 1e+09, got 1000000000000000.0"),
+    (("--checkpoint-timeout", "1e15"), "--checkpoint-timeout must be <= 1e+09, got 1000000000000000.0"),
     (("--precision", "fp8"), "--precision must be bf16, fp32 or fp64, got 'fp8'"),
     (("--loss", "half"), "half"),
     (("--min-lr-frac", "2"), "--min-lr-frac must be 0 to 1, got 2"),
