@@ -15,11 +15,11 @@ from ring.core.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class RngState:
-    """torch's generators, Python's and numpy's, of one process. torch_cuda: that of the device which the process trains
-    on; None without one; all of the host where an older checkpoint does not say which it was."""
+    """torch's generators, Python's and numpy's, of one process. torch_cuda: one, of the device that it trains on; none
+    without one; an older checkpoint has those of all devices of the host, and not which of them it was."""
 
     torch_cpu: bytes
-    torch_cuda: bytes | tuple[bytes, ...] | None
+    torch_cuda: tuple[bytes, ...]
     python: tuple[int, tuple[int, ...], float | None]
     numpy: tuple[bytes, int, int, float]
 
@@ -28,13 +28,7 @@ class RngState:
         key, place, has_gauss, cached = self.numpy
         return {
             "torch_cpu": _text(self.torch_cpu),
-            "torch_cuda": (
-                [_text(state) for state in self.torch_cuda]
-                if isinstance(self.torch_cuda, tuple)
-                else None
-                if self.torch_cuda is None
-                else _text(self.torch_cuda)
-            ),
+            "torch_cuda": [_text(state) for state in self.torch_cuda],
             "python": [version, list(words), gauss],
             "numpy": [_text(key), place, has_gauss, cached],
         }
@@ -44,12 +38,9 @@ class RngState:
         """Raises KeyError, TypeError or ValueError: not what `to_json` gives."""
         version, words, gauss = value["python"]
         key, place, has_gauss, cached = value["numpy"]
-        cuda = value["torch_cuda"]
-        if isinstance(cuda, list) and len(cuda) < 2:
-            cuda = cuda[0] if cuda else None
         return cls(
             torch_cpu=_bytes(value["torch_cpu"]),
-            torch_cuda=tuple(map(_bytes, cuda)) if isinstance(cuda, list) else None if cuda is None else _bytes(cuda),
+            torch_cuda=tuple(_bytes(state) for state in value["torch_cuda"]),
             python=(int(version), tuple(int(word) for word in words), None if gauss is None else float(gauss)),
             numpy=(_bytes(key), int(place), int(has_gauss), float(cached)),
         )
@@ -63,7 +54,7 @@ def capture_rng() -> RngState:
         torch_cpu=torch.get_rng_state().numpy().tobytes(),
         # Of the current device, whatever its number: on another host, or with other devices visible, the same rank may
         # have another one. Those of the others are not this process's, and asking would open a context on each.
-        torch_cuda=torch.cuda.get_rng_state().numpy().tobytes() if torch.cuda.is_available() else None,
+        torch_cuda=(torch.cuda.get_rng_state().numpy().tobytes(),) if torch.cuda.is_available() else (),
         python=(version, words, gauss),
         numpy=(np.asarray(key, dtype="<u4").tobytes(), int(place), int(has_gauss), float(cached)),
     )
@@ -84,10 +75,10 @@ def restore_rng(state: RngState) -> None:
 
 def _restore(state: RngState) -> None:
     torch.set_rng_state(torch.frombuffer(bytearray(state.torch_cpu), dtype=torch.uint8))
-    if state.torch_cuda is not None and torch.cuda.is_available():
-        if isinstance(state.torch_cuda, tuple):
+    if state.torch_cuda and torch.cuda.is_available():
+        if len(state.torch_cuda) > 1:
             raise ValueError(f"it has those of {len(state.torch_cuda)} CUDA devices, and not which was this rank's")
-        torch.cuda.set_rng_state(torch.frombuffer(bytearray(state.torch_cuda), dtype=torch.uint8))
+        torch.cuda.set_rng_state(torch.frombuffer(bytearray(state.torch_cuda[0]), dtype=torch.uint8))
     random.setstate(state.python)
     key, place, has_gauss, cached = state.numpy
     np.random.set_state(("MT19937", np.frombuffer(key, dtype="<u4").astype(np.uint32), place, has_gauss, cached))

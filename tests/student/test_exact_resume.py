@@ -209,7 +209,7 @@ def test_generators_of_a_checkpoint_that_has_all_devices_are_read_where_it_is_cl
     restore_rng(state)  # this process has no such device
     FakeDevices(monkeypatch)
     with pytest.raises(ConfigError, match="those of 2 CUDA devices") if num_devices == 2 else nullcontext():
-        restore_rng(replace(state, torch_cuda=state.torch_cuda if num_devices == 2 else None))
+        restore_rng(replace(state, torch_cuda=state.torch_cuda if num_devices == 2 else ()))
 
 
 @pytest.mark.parametrize(("device", "wanted"), [("cuda", []), ("cuda:1", [1]), ("cpu", [])])
