@@ -175,15 +175,23 @@ class ZmqLink:
     def recv(self) -> Message | None:
         """As ControlLink's. Raises ConfigError too: only one side has keys, or they don't know each other's."""
         self._check_open()
-        try:
+        message = self._next_message()
+        if message is not None:
+            return message
+        if not self._is_over():
+            if time.monotonic() <= self._give_up_at_s:
+                return None
+            self._end = PeerLost(f"{self._name}: nobody answers at {self._address}; its name is looked up again")
+        # Once more: what arrived before the connection broke still counts, though it came since we looked.
+        message = self._next_message()
+        if message is None and self._end is not None:
+            raise self._end
+        return message
+
+    def _next_message(self) -> Message | None:
+        with contextlib.suppress(zmq.Again):
             return decode(self._socket.recv(zmq.NOBLOCK))
-        except zmq.Again:
-            # Only now: what arrived before the connection broke still counts.
-            if not self._is_over() and time.monotonic() > self._give_up_at_s:
-                self._end = PeerLost(f"{self._name}: nobody answers at {self._address}; its name is looked up again")
-            if self._end is not None:
-                raise self._end from None
-            return None
+        return None
 
     def _is_over(self) -> bool:
         if self._end is None and (self._probe is not None or self._disconnected()):

@@ -42,7 +42,7 @@ from ring.core.errors import (
 from ring.core.messages import Goodbye, Hello, Refused, Welcome
 from ring.core.student import StudentMachine
 from ring.lease import Event
-from ring.session import Needs, Phase, Session
+from ring.session import Needs, Phase, Session, farewell
 from ring.watch import Attention
 from transport.contract import Fence, Receiver
 from transport.memory import SlotArena
@@ -167,8 +167,14 @@ class Pump:
                     return False
                 replica.session = Session(replica.open_link(), self._hello)
                 return True
+            if replica.leaving:
+                return self._hear_out(replica, replica.session, now_s)
             busy = self._take_messages(replica, replica.session, now_s)
-            return busy | self._take_fills(replica, replica.session, now_s)
+            try:
+                return busy | self._take_fills(replica, replica.session, now_s)
+            except TransportError as error:
+                replica.session.channel_ended(str(error), now_s=now_s)
+                self._leave(replica, now_s)
         except ConfigError as error:
             self._take_refusal(replica, error, now_s)
         except (TransportError, RemoteProtocolError) as error:
@@ -197,7 +203,7 @@ class Pump:
                 break
             busy = True
             if isinstance(message, Goodbye):
-                raise PeerLost(f"it said goodbye: {message.reason}")
+                raise PeerLost(farewell(message))
             if self.machine is None or not replica.up:
                 continue
             with self.lock:
@@ -295,15 +301,25 @@ class Pump:
         of a teacher; and once the machine knows that the replica is down, none of it is accepted any more."""
         session, until_s = replica.session, time.monotonic() + LAST_FILLS_S
         if session is not None and replica.up and self.machine is not None:
-            replica.leaving = True
-            with self.lock:
-                self.machine.leaving(replica.name, now_s=now_s)
+            self._leave(replica, now_s)
             with contextlib.suppress(TransportError):
                 while replica.session is session and time.monotonic() < until_s:
                     if not self._take_fills(replica, session, now_s) and not session.may_have_more():
                         break
         if replica.session is session:  # a wrong one among them has ended it already
             self._end_session(replica, error, now_s, backoff_s=backoff_s)
+
+    def _leave(self, replica: Replica, now_s: float) -> None:
+        replica.leaving = True
+        if self.machine is not None:
+            with self.lock:
+                self.machine.leaving(replica.name, now_s=now_s)
+
+    def _hear_out(self, replica: Replica, session: Session, now_s: float) -> bool:
+        error = session.last_word(now_s=now_s)
+        if error is not None:
+            self._end_session(replica, error, now_s)
+        return error is not None
 
     def _end_session(self, replica: Replica, error: str, now_s: float, *, backoff_s: float | None = None) -> None:
         """Close what is left of the session; its fills go to the others. The replica is tried again later."""

@@ -15,7 +15,7 @@ import crc32c
 
 from ring.control import ControlLink
 from ring.core.actions import Arm, CancelFill, Send, SendPing
-from ring.core.errors import ConfigError, RemoteProtocolError
+from ring.core.errors import ConfigError, DisaggKDError, RemoteProtocolError
 from ring.core.messages import (
     Cancel,
     Denied,
@@ -37,6 +37,12 @@ from transport.contract import Arrival, Backend, Fence, Receiver, is_readable
 from transport.memory import SlotArena
 from transport.registry import choose, load
 
+#: The two connections of a session are read apart: a teacher that says goodbye and ends is seen to end first or heard
+#: first. One that was killed loses both at once; only where nothing but the data channel broke is this time spent.
+LAST_WORD_S = 2.0
+#: Messages of a turn that are looked through for it.
+MAX_LAST_MESSAGES = 256
+
 logger = logging.getLogger(__name__)
 
 
@@ -47,6 +53,11 @@ def _warn_of_exposure(backend: str) -> None:
         "in the clear; in a network that you don't trust use --transport zmq",
         backend,
     )
+
+
+def farewell(message: Goodbye) -> str:
+    """Why a session ended, in words for the user."""
+    return f"it said goodbye: {message.reason}"
 
 
 class Phase(enum.Enum):
@@ -88,6 +99,14 @@ class Needs:
                 )
 
 
+@dataclass(frozen=True)
+class Ending:
+    """Of a session whose data channel is over: what the channel said; how long the teacher's own word is awaited."""
+
+    error: str
+    until_s: float
+
+
 class Session:
     """The student's half of one session. Not thread-safe: the pump's thread owns it."""
 
@@ -103,6 +122,7 @@ class Session:
         self._receiver: Receiver | None = None
         self._dropped = 0
         self._num_pings = 0
+        self._ending: Ending | None = None
         try:
             link.send(hello)
         except BaseException:
@@ -232,8 +252,28 @@ class Session:
     def fenced(self) -> list[FillId]:
         return [] if self._receiver is None else self._receiver.poll_fenced()
 
+    def channel_ended(self, error: str, *, now_s: float) -> None:
+        """The data channel is over, and with it the session. Why, the teacher may have said ahead of that, over the
+        other one: see `last_word`."""
+        self._ending = Ending(error, until_s=now_s + LAST_WORD_S)
+
+    def last_word(self, *, now_s: float) -> str | None:
+        """Why the session that `channel_ended` ends; None: the teacher may still say it."""
+        assert self._ending is not None
+        try:
+            for _ in range(MAX_LAST_MESSAGES):
+                message = self.link.recv()
+                if isinstance(message, Goodbye):
+                    return farewell(message)
+                if message is None:
+                    break
+        except DisaggKDError:  # the link is over as well
+            return self._ending.error
+        return None if now_s < self._ending.until_s else self._ending.error
+
     def wait_fds(self) -> tuple[int, ...]:
-        data_fds = () if self._receiver is None else self._receiver.wait_fds()
+        # A channel that has ended stays readable.
+        data_fds = () if self._receiver is None or self._ending is not None else self._receiver.wait_fds()
         return (*self.link.wait_fds(), *data_fds)
 
     def close(self) -> Receiver | None:

@@ -104,8 +104,7 @@ class TeacherService:
             for student in self._students:
                 busy |= self._collect_sent(student, now_s)
             for student in self._students.overdue(now_s):
-                never = "offered no slots" if student.offer is None else "its channel did not open"
-                self._drop(student.name, f"it said hello, and then {never}", now_s)
+                self._drop(student.name, student.shortcoming, now_s)
             deadline_s = self._machine.next_deadline_s()
             if deadline_s is not None and now_s >= deadline_s:
                 self._actions.extend(self._machine.on_timer(now_s=now_s))
@@ -253,6 +252,8 @@ class TeacherService:
                     pass
                 case Goodbye():
                     self._drop(name, message.reason, now_s, say=False)
+                case _ if student is not None and student.ending is not None:
+                    pass  # said before it knew that its channel is gone
                 case Offer() if student is not None and student.offer is None:
                     self._students.open(student, message, now_s=now_s)
                 case Request() if student is not None and student.sender is not None:
@@ -317,6 +318,13 @@ class TeacherService:
         self._actions.extend(self._machine.student_left(name, now_s=now_s))
         self._forget_unwanted()
 
+    def _part(self, student: Student, error: str, now_s: float) -> None:
+        """Its channel ended, and so its session; what it says of that is awaited before anybody is told."""
+        self._port.send(student.name, Goodbye(reason=error[:512]))
+        self._students.channel_ended(student, error, now_s=now_s)
+        self._actions.extend(self._machine.student_left(student.name, now_s=now_s))
+        self._forget_unwanted()
+
     # ---- fills ---------------------------------------------------------------------------------------------------
 
     def _wire_dtype_of(self, name: str) -> WireDtype:
@@ -344,7 +352,7 @@ class TeacherService:
         except TransportError as error:
             with self._lock:
                 if self._students.get(put.student) is student:
-                    self._drop(put.student, str(error), now_s)
+                    self._part(student, str(error), now_s)
             return
         with self._lock:
             student.tickets[ticket] = (request.fill, header.num_bytes)
@@ -360,7 +368,7 @@ class TeacherService:
                     fill, _ = student.tickets.pop(ticket)
                     self._actions.extend(self._machine.sent(student.name, fill, now_s=now_s))
         except TransportError as error:
-            self._drop(student.name, str(error), now_s)
+            self._part(student, str(error), now_s)
         return busy
 
     def _unsent_bytes(self, student: Student) -> int:

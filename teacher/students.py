@@ -26,6 +26,8 @@ from transport.registry import host_id, load, names
 OPEN_TIMEOUT_S = 5.0
 #: No channel is opened with fewer descriptors left.
 MIN_FREE_DESCRIPTORS = 64
+#: A student that ends says goodbye over one connection and closes another: whichever is noticed first.
+LAST_WORD_S = 2.0
 
 logger = logging.getLogger(__name__)
 
@@ -51,15 +53,24 @@ class ServiceConfig:
 
 @dataclass(kw_only=True)
 class Student:
-    """One connected student: who it is, and where its slots are. `sender`: None until its channel is open."""
+    """One connected student: who it is, and where its slots are. `sender`: None until its channel is open, and once it
+    has ended. `ending`: how it did; all that is awaited then is what the student says of it."""
 
     name: str
     hello: Hello
     expires_s: float
     offer: Offer | None = None
     sender: Sender | None = None
+    ending: str | None = None
     #: Puts under way: which fill, and how many bytes of states it keeps alive.
     tickets: dict[Ticket, tuple[FillId, int]] = field(default_factory=dict)
+
+    @property
+    def shortcoming(self) -> str:
+        """What it is dropped for once it is overdue."""
+        if self.ending is not None:
+            return self.ending
+        return f"it said hello, and then {'offered no slots' if self.offer is None else 'its channel did not open'}"
 
 
 class Students:
@@ -125,8 +136,10 @@ class Students:
 
     @property
     def _num_places(self) -> int:
-        """Students, and those that left while their channel was being opened: each has a thread and a socket yet."""
-        return len(self._students) + sum(self.get(one.name) is not one for one in self._openings.values())
+        """Students, and those that left while their channel was being opened: each has a thread and a socket yet. Of
+        one whose channel has ended nothing is left but its name."""
+        left_opening = sum(self.get(one.name) is not one for one in self._openings.values())
+        return left_opening + sum(one.ending is None for one in self)
 
     def open(self, student: Student, offer: Offer, *, now_s: float) -> None:
         """Begin to open the channel that an OFFER describes; `opened` tells how it ended.
@@ -189,11 +202,19 @@ class Students:
         return news
 
     def overdue(self, now_s: float) -> list[Student]:
-        """Those that never offered their slots in time, or whose channel did not open in time."""
+        """Those that never offered their slots in time, whose channel did not open in time, or that had a moment to say
+        why it ended."""
         return [s for s in self._students.values() if s.sender is None and now_s >= s.expires_s]
 
     def next_deadline_s(self) -> float | None:
         return min((s.expires_s for s in self._students.values() if s.sender is None), default=None)
+
+    def channel_ended(self, student: Student, error: str, *, now_s: float) -> None:
+        """Close it, and give the student a moment to say why."""
+        if student.sender is not None:
+            self._close(student.sender)
+        student.sender, student.ending, student.expires_s = None, error, now_s + LAST_WORD_S
+        student.tickets.clear()
 
     def remove(self, name: str) -> Student | None:
         """Forget a student and close its channel, if it is one."""

@@ -85,11 +85,6 @@ def wide(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
     return teacher, (*settings, "--poison-released")
 
 
-def all_stopped(pid: int) -> bool:
-    tasks = Path(f"/proc/{pid}/task").iterdir()
-    return all((task / "stat").read_text().rpartition(")")[2].split()[0] == "T" for task in tasks)
-
-
 def stop_in_the_middle_of_a_fill(teacher: Teacher, student: Student, slots: SlotWindow) -> int:
     """The slot. The student has no other teacher, so it is this one that fills it."""
     deadline_s = time.monotonic() + HANG_GUARD_S
@@ -98,7 +93,7 @@ def stop_in_the_middle_of_a_fill(teacher: Teacher, student: Student, slots: Slot
             assert student.poll() is None, student.tail()
             assert time.monotonic() < deadline_s, "no fill was caught in its middle"
         teacher.send(signal.SIGSTOP)
-        teacher.until(lambda: all_stopped(teacher.pid), "it has stopped")
+        teacher.until_held()
         if slots.end(slot) == POISONED and slots.beginning(slot) != POISONED:
             return slot
         teacher.send(signal.SIGCONT)

@@ -294,6 +294,50 @@ def test_late_fills_that_come_with_the_end_of_their_session_are_counted(backend:
         wait_until(lambda: ring.stats().machine.num_quarantined == 0, "the slot")
 
 
+def fill_once_and_end_the_channel(link: Script, request: Request) -> None:
+    """And say nothing yet."""
+    if len(link.asked) == 1:
+        link.fill(request)
+        link.sender.close()
+
+
+@pytest.mark.parametrize("backend", ["local", "shm"])
+def test_a_goodbye_that_is_heard_after_the_channel_ended_is_the_reason(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They go two ways: a teacher's goodbye, sent ahead, may be heard behind the end of its channel."""
+    monkeypatch.setattr("ring.session.LAST_WORD_S", HANG_GUARD_S)
+    first, second = Script(fill_once_and_end_the_channel), Script(lambda link, request: link.fill(request))
+    with ring_to(backend, [first, second]) as ring:
+        for seq in range(2):
+            ring.submit(seq, request_of(seq))
+        wait_until(lambda: ring._pump.replicas["replica 0"].leaving, "the end of the channel")
+        first.inbox.append(Goodbye(reason="closing"))
+        take(ring, range(2))
+        assert ring.stats().machine.replicas[0].last_error == "it said goodbye: closing"
+        assert len(second.asked) == 1
+
+
+@pytest.mark.parametrize("backend", ["local", "shm"])
+@pytest.mark.parametrize("link_breaks", [True, False])
+def test_a_channel_that_ends_without_a_word_ends_the_session(
+    backend: str, link_breaks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def end(link: Script, request: Request) -> None:
+        fill_once_and_end_the_channel(link, request)
+        link.breaks = link_breaks
+
+    monkeypatch.setattr("ring.session.LAST_WORD_S", HANG_GUARD_S if link_breaks else 0.0)
+    first, second = Script(end), Script(lambda link, request: link.fill(request))
+    with ring_to(backend, [first, second]) as ring:
+        for seq in range(2):
+            ring.submit(seq, request_of(seq))
+        take(ring, range(2))
+        assert len(second.asked) == 1
+        if not link_breaks:  # else either is a sign of the same
+            assert "the teacher closed" in ring.stats().machine.replicas[0].last_error
+
+
 def garble_the_first(link: Script, request: Request) -> None:
     if len(link.asked) == 2:
         link.fill(link.asked[0], header=b"\xc1 no header")

@@ -347,3 +347,25 @@ def test_the_largest_request_that_a_teacher_takes_fits_its_frames() -> None:
     assert len(frame) - 2**20 < 16 * num_tokens
     assert longest_request_bytes(num_tokens) >= len(frame)
     assert longest_request_bytes(2**40) == codec.MAX_FRAME_BYTES
+
+
+def test_what_came_before_the_end_of_a_connection_is_heard_though_the_end_is_seen_first(wires: Wires) -> None:
+    """Message and end come together, between a look for messages and a look for the end."""
+    port = wires.port(None)
+    link = wires.link(port.endpoint, None, None)
+    link.send(Ping(token=1))
+    name, _ = until(port.recv, "the link's ping")
+    assert link.recv() is None
+    is_over = link._is_over
+
+    def is_over_now() -> bool:
+        assert port.send(name, Pong(token=2))
+        port.close()
+        until(lambda: is_over() or None, "the end of the connection")
+        return is_over()
+
+    link._is_over = is_over_now  # type: ignore[method-assign]
+    assert link.recv() == Pong(token=2)
+    link._is_over = is_over  # type: ignore[method-assign]
+    with pytest.raises(PeerLost, match="closed by the other side"):
+        link.recv()

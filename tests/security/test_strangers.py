@@ -38,10 +38,6 @@ def num_fds(pid: int) -> int:
     return len(os.listdir(f"/proc/{pid}/fd"))
 
 
-def is_stopped(pid: int) -> bool:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-
-
 def listening_ports(pid: int) -> list[int]:
     """TCP ports that a process listens at."""
     inodes = set()
@@ -113,7 +109,7 @@ def test_a_run_goes_on_unchanged_with_strangers_at_every_port(
             *("--teacher", teacher.endpoint, "--transport", "zmq", *student_keys, "--peer-timeout", HANG_GUARD_S),
             command=("tests.system.dying_student", "stop-line:1"),
         )
-        student.until(lambda: is_stopped(student.pid), "it held still")
+        student.until_held()
         (data_port,) = listening_ports(student.pid)
         with besieged(f"tcp://127.0.0.1:{data_port}", seed=MASTER_SEED + 1_000_000) as at_the_student:
             wait_until(lambda: all(sum(s.visits.values()) for s in at_the_student), "visits at the trainer")

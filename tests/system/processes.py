@@ -181,6 +181,16 @@ class Command:
             assert time.monotonic() < deadline_s, f"waited {HANG_GUARD_S:g} s for {what}:\n{self.tail()}"
             time.sleep(0.002)
 
+    def until_held(self) -> None:
+        """Until all its threads are stopped, by a signal or as `tests.system.dying_student` stops itself."""
+        self.until(self._is_held, "it held still")
+
+    def _is_held(self) -> bool:
+        with contextlib.suppress(FileNotFoundError):  # a thread, or all of it, has just ended
+            tasks = list(Path(f"/proc/{self.pid}/task").iterdir())
+            return all((task / "stat").read_text().rpartition(")")[2].split()[0] == "T" for task in tasks)
+        return False
+
     def end(self) -> None:
         """However it is, it is gone when this returns."""
         self.send(signal.SIGKILL)

@@ -18,6 +18,8 @@ from tests.system.processes import curve
 
 #: Enough steps are left after it for the loss of a teacher to be felt, whatever is prefetched.
 EARLY = 8
+#: A trainer that holds still there until SIGCONT: however busy the machine is, it has not gone further by then.
+HELD_EARLY = ("tests.system.dying_student", f"stop-line:{EARLY}")
 
 
 @pytest.mark.parametrize("transport", ["shm", "zmq"])
@@ -40,9 +42,11 @@ def test_one_of_two_teachers_is_killed(
     endpoint: str, quiet_curve: list[dict[str, Any]], start_teacher: Start, start_student: Start
 ) -> None:
     doomed = start_teacher()
-    student = start_student("--teacher", f"{doomed.endpoint},{endpoint}")
-    student.until_step(EARLY)
+    student = start_student("--teacher", f"{doomed.endpoint},{endpoint}", command=HELD_EARLY)
+    student.until_held()
     doomed.send(signal.SIGKILL)
+    doomed.wait()
+    student.send(signal.SIGCONT)
     student.succeed()
     assert curve(student.out) == quiet_curve
     assert f"replica lost: {doomed.endpoint}" in student.errors
@@ -103,11 +107,12 @@ def test_a_teacher_that_is_asked_to_end_finishes_what_it_holds(
     endpoint: str, quiet_curve: list[dict[str, Any]], start_teacher: Start, start_student: Start
 ) -> None:
     leaving = start_teacher()
-    student = start_student("--teacher", leaving.endpoint, endpoint)
-    student.until_step(EARLY)
+    student = start_student("--teacher", leaving.endpoint, endpoint, command=HELD_EARLY)
+    student.until_held()
     leaving.send(signal.SIGTERM)
     assert leaving.wait() == 0
     assert "Traceback" not in leaving.errors
+    student.send(signal.SIGCONT)
     student.succeed()
     assert curve(student.out) == quiet_curve
     assert f"replica lost: {leaving.endpoint}: it said goodbye" in student.errors
