@@ -161,19 +161,20 @@ class Pump:
 
     def _serve(self, replica: Replica, now_s: float) -> bool:
         """Connect, shake hands, take messages and fills; an error of the replica ends its session, not the ring."""
+        session = replica.session
         try:
-            if replica.session is None:
+            if session is None:
                 if now_s < replica.retry_at_s or self.failure is not None:
                     return False
                 replica.session = Session(replica.open_link(), self._hello)
                 return True
             if replica.leaving:
-                return self._hear_out(replica, replica.session, now_s)
-            busy = self._take_messages(replica, replica.session, now_s)
+                return self._hear_out(replica, session, now_s)
+            busy = self._take_messages(replica, session, now_s)
             try:
-                return busy | self._take_fills(replica, replica.session, now_s)
+                return busy | self._take_fills(replica, session, now_s)
             except TransportError as error:
-                replica.session.channel_ended(str(error), now_s=now_s)
+                session.channel_ended(str(error), now_s=now_s)
                 self._leave(replica, now_s)
         except ConfigError as error:
             self._take_refusal(replica, error, now_s)
