@@ -41,10 +41,11 @@ from ring.core.errors import (
 )
 from ring.core.messages import Goodbye, Hello, Refused, Welcome
 from ring.core.student import StudentMachine
+from ring.fences import Fences
 from ring.lease import Event
 from ring.session import Needs, Phase, Session, farewell
 from ring.watch import Attention
-from transport.contract import Fence, Receiver
+from transport.contract import Fence
 from transport.memory import SlotArena
 
 logger = logging.getLogger(__name__)
@@ -78,7 +79,7 @@ class Pump:
         self._hello = hello
         self._options = options
         self._actions: deque[Action] = deque()
-        self._fencing: list[Receiver] = []
+        self._fences = Fences()
         self._attention = Attention(self.replicas)
         self._ever_up = False
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -342,9 +343,7 @@ class Pump:
             self._carry_out(now_s)
         session, replica.session = replica.session, None
         if session is not None:
-            receiver = session.close()
-            if receiver is not None:
-                self._fencing.append(receiver)
+            self._fences.add(session.close())
         with self.lock:
             self.changed.notify_all()
 
@@ -352,11 +351,8 @@ class Pump:
         machine = self.machine
         if machine is None:
             return False
-        fenced = [fill for receiver in self._fencing for fill in receiver.poll_fenced()]
+        fenced = self._fences.collect()
         fenced += [fill for r in served if r.session is not None for fill in r.session.fenced()]
-        for receiver in [r for r in self._fencing if not r.wait_fds()]:
-            receiver.forget()
-            self._fencing.remove(receiver)
         with self.lock:
             for fill in fenced:
                 self._actions.extend(machine.fenced(fill, now_s=now_s))
@@ -423,7 +419,7 @@ class Pump:
                 until.append(deadline_s)
             if self.releasing:
                 until.append(now_s + EVENT_POLL_S)
-        others = [self._wake_fd, *(fd for receiver in self._fencing for fd in receiver.wait_fds())]
+        others = [self._wake_fd, *self._fences.wait_fds()]
         timeout_s = min(until, default=now_s + 1.0) - now_s
         self._attention.sleep(timeout_s=timeout_s, fds_of=lambda name: self.replicas[name].wait_fds(), others=others)
         with contextlib.suppress(BlockingIOError):
@@ -436,11 +432,7 @@ class Pump:
                 continue
             with contextlib.suppress(TransportError):
                 session.link.send(Goodbye(reason="the student is done"))
-            receiver = session.close()
-            if receiver is not None:
-                self._fencing.append(receiver)
-        for receiver in self._fencing:
-            receiver.forget()
-        self._fencing.clear()
+            self._fences.add(session.close())
+        self._fences.forget()
         with self.lock:
             self.changed.notify_all()
