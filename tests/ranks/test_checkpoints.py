@@ -152,9 +152,10 @@ def test_what_the_former_generation_asked_for_never_reaches_the_next_one(
     """A stopped teacher holds what it was asked for. When it wakes up, the next generation is there."""
     teacher = start_teacher()
     flags = ("--teacher", teacher.endpoint, "--checkpoint-every", 2, "--transport", transport, "--run-name", "job")
-    world = start_world(*flags, size=2)
-    world.until_step(2)
+    world = start_world(*flags, size=2, command=holding(2))
+    world.first.until_held_at(2)
     teacher.send(signal.SIGSTOP)
+    world.first.let_go()
     world.first.until(lambda: len(unread_by(teacher)) == 2, "a request of each rank waits at the teacher")
     kill_with_a_checkpoint(world)
     again = start_world(*flags, size=2, restarts=1)

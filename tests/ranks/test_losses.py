@@ -12,7 +12,7 @@ from student.checkpoint import latest_checkpoint
 from tests.ranks.conftest import NUM_STEPS, StartWorld
 from tests.ranks.test_runs import assert_same_curve
 from tests.system.conftest import Start
-from tests.system.processes import check_refusal
+from tests.system.processes import check_refusal, holding
 
 EARLY = 3
 MANY_STEPS = ("--steps", 100000)
@@ -43,9 +43,12 @@ def test_a_run_that_lost_its_teacher_goes_on_where_it_stopped(
     one_rank_curve: list[dict[str, Any]], endpoint: str, start_teacher: Start, start_world: StartWorld
 ) -> None:
     doomed = start_teacher()
-    world = start_world("--teacher", doomed.endpoint, *SOON, "--vocab-parallel", 2, size=2)
-    world.until_step(EARLY)
+    world = start_world(
+        *("--teacher", doomed.endpoint, *SOON, "--vocab-parallel", 2), size=2, command=holding(EARLY)
+    )
+    world.first.until_held_at(EARLY)
     doomed.send(signal.SIGKILL)
+    world.first.let_go()
     assert world.wait() == [3, 3], world.tail()
     assert EARLY <= world.first.steps_taken < NUM_STEPS
     resumed = start_world("--teacher", endpoint, "--vocab-parallel", 2, "--resume", size=2)
@@ -82,9 +85,10 @@ def test_when_a_rank_is_stopped_the_others_end_after_the_time_out(endpoint: str,
 def test_a_signal_to_one_rank_stops_all_with_a_checkpoint(
     one_rank_curve: list[dict[str, Any]], endpoint: str, start_world: StartWorld
 ) -> None:
-    world = start_world("--teacher", endpoint, size=2)
-    world.until_step(EARLY)
+    world = start_world("--teacher", endpoint, size=2, command=holding(EARLY))
+    world.first.until_held_at(EARLY)
     world.ranks[1].send(signal.SIGTERM)
+    world.first.let_go()
     assert world.wait() == [143, 143], world.tail()
     taken = world.first.steps_taken
     assert world.first.checkpoints == [f"step-{taken:08d}"]

@@ -1,6 +1,7 @@
-"""`student.train` that is killed at a moment of its own: `python -m tests.system.dying_student MOMENT [FLAGS]`.
+"""`student.train` that is killed at a moment of its own: `python -m tests.system.dying_student MOMENTS [FLAGS]`.
 
-A moment names something that happens once in a run, so that it is the same one however often the run was resumed:
+Moments are separated by commas. Each names something that happens once in a run, so that it is the same one however
+often the run was resumed:
 
     asked:SEQ           the trainer is about to wait in the ring for this microbatch
     trained:SEQ         its backward pass is done; what it added to the gradient is nowhere else
@@ -14,6 +15,7 @@ A moment names something that happens once in a run, so that it is the same one 
     short:STEP          nothing kills it, but the plan hands out no step behind this one
 
 A leading `term-` sends SIGTERM at the moment, instead of SIGKILL; a leading `stop-` SIGSTOP, so that SIGCONT goes on.
+With a leading `park-` only the trainer's own thread waits, for SIGUSR1: its ring goes on meanwhile.
 """
 
 from __future__ import annotations
@@ -122,13 +124,16 @@ def cut_short(step: int) -> None:
 
 
 def install(moment: str) -> None:
-    how, _, what = moment.partition("-") if moment.startswith(("term-", "stop-")) else ("", "", moment)
+    how, _, what = moment.partition("-") if moment.startswith(("term-", "stop-", "park-")) else ("", "", moment)
     what, *numbers = what.split(":")
     first = int(numbers[0])
-    number = {"": signal.SIGKILL, "term": signal.SIGTERM, "stop": signal.SIGSTOP}[how]
 
     def strike() -> None:
-        os.kill(os.getpid(), number)
+        if how == "park":
+            print(f"parked at {what}:{first}", file=sys.stderr, flush=True)
+            signal.sigwait({signal.SIGUSR1})
+        else:
+            os.kill(os.getpid(), {"": signal.SIGKILL, "term": signal.SIGTERM, "stop": signal.SIGSTOP}[how])
 
     match what:
         case "asked" | "trained":
@@ -152,5 +157,7 @@ def install(moment: str) -> None:
 if __name__ == "__main__":
     from student.train.__main__ import main
 
-    install(sys.argv[1])
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+    for one in sys.argv[1].split(","):
+        install(one)
     sys.exit(main(sys.argv[2:]))

@@ -267,7 +267,23 @@ class Student(Command):
         return 0
 
     def until_step(self, step: int) -> None:
+        """It may have gone far beyond it when this returns, or have ended: `holding` makes it wait."""
         self.until(lambda: self.steps_taken >= step, f"step {step}")
+
+    def until_held_at(self, step: int) -> None:
+        self.until_held()
+        assert self.steps_taken == step
+
+    def until_parked_at(self, seq: int) -> None:
+        self.until(lambda: f"parked at asked:{seq}\n" in self.errors, f"it was parked at {seq}")
+
+    def let_go(self) -> None:
+        """It goes on, where it is held still."""
+        self.send(signal.SIGCONT)
+
+    def drive_on(self) -> None:
+        """It goes on, where it is parked."""
+        self.send(signal.SIGUSR1)
 
     @property
     def checkpoints(self) -> list[str]:
@@ -277,6 +293,18 @@ class Student(Command):
     def summary(self) -> dict[str, Any]:
         content: dict[str, Any] = json.loads((self.out / "summary.json").read_text())
         return content
+
+
+def holding(*steps: int) -> tuple[str, str]:
+    """As `command` of a Student: it holds still once the line of each of these steps is written, and its checkpoint is
+    not, until it is let go. However late a test looks, it finds the trainer there."""
+    return ("tests.system.dying_student", ",".join(f"stop-line:{step}" for step in steps))
+
+
+def parking(seq: int) -> tuple[str, str]:
+    """As `command` of a Student: its own thread waits before it takes this microbatch from the ring, until it is told
+    to drive on; the ring itself goes on."""
+    return ("tests.system.dying_student", f"park-asked:{seq}")
 
 
 def check_refusal(command: Command, code: int, *texts: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.ports import free_port
 from tests.system.conftest import Start
-from tests.system.processes import check_refusal, check_untouched, curve
+from tests.system.processes import check_refusal, check_untouched, curve, holding
 from tests.tiny_models import build_tiny_checkpoint
 
 
@@ -31,9 +31,10 @@ def test_a_run_does_not_begin_with_replicas_of_different_models(
 def test_a_resumed_run_waits_for_its_own_teacher_whoever_answers_first(
     quiet_curve: list[dict[str, Any]], endpoint: str, other_model: Path, start_teacher: Start, start_student: Start
 ) -> None:
-    student = start_student("--teacher", endpoint, "--checkpoint-every", 5)
-    student.until_step(7)
+    student = start_student("--teacher", endpoint, "--checkpoint-every", 5, command=holding(7))
+    student.until_held_at(7)
     student.send(signal.SIGTERM)
+    student.let_go()
     assert student.wait() == 143
     other, port = start_teacher(model=other_model), free_port()
     resumed = start_student(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.system.conftest import NUM_SAMPLES, NUM_STEPS, STEPS_AN_EPOCH, Inputs, Start
-from tests.system.processes import Student, curve
+from tests.system.processes import Student, curve, holding
 
 
 @pytest.mark.case(43)
@@ -20,12 +20,12 @@ def test_killed_twice_and_resumed_gives_the_undisturbed_curve(
 ) -> None:
     """Cases 43, 46: with grad accumulation, partial last batches, and slots in flight at the moment of death."""
     arguments = ("--teacher", endpoint, "--checkpoint-every", 4, "--ring-depth", 4)
-    student = start_student(*arguments)
-    student.until_step(10)
+    student = start_student(*arguments, command=holding(10))
+    student.until_held_at(10)
     student.send(signal.SIGKILL)
     assert student.wait() == -signal.SIGKILL
-    student = start_student(*arguments, "--resume")
-    student.until_step(26)
+    student = start_student(*arguments, "--resume", command=holding(26))
+    student.until_held_at(26)
     student.send(signal.SIGKILL)
     assert student.wait() == -signal.SIGKILL
     student = start_student(*arguments, "--resume")
@@ -53,14 +53,13 @@ def test_resume_at_the_end_of_an_epoch_trains_the_next_one(
 ) -> None:
     """Case 44."""
     arguments = ("--teacher", endpoint, "--checkpoint-every", STEPS_AN_EPOCH)
-    student = start_student(*arguments)
-    student.until_step(2 * STEPS_AN_EPOCH)
+    student = start_student(*arguments, command=holding(2 * STEPS_AN_EPOCH))
+    student.until_held_at(2 * STEPS_AN_EPOCH)
     student.send(signal.SIGTERM)
+    student.let_go()
     assert student.wait() == 128 + signal.SIGTERM
     boundary = student.out / "checkpoints" / f"step-{2 * STEPS_AN_EPOCH:08d}"
-    for path in (student.out / "checkpoints").glob("step-*"):
-        if path > boundary:
-            path.rename(student.out / path.name)  # as if it had been killed right after the epoch's checkpoint
+    assert student.checkpoints[-1] == boundary.name
     resumed = start_student(*arguments, "--resume")
     resumed.succeed()
     assert curve(resumed.out) == quiet_curve
@@ -78,10 +77,11 @@ def test_resume_of_a_run_in_epochs_counts_them_from_the_start(
     finished = {}
     for name, interrupt in (("quiet", False), ("disturbed", True)):
         arguments = [*settings, "--epochs", 2, "--teacher", endpoint, "--checkpoint-every", 1, "--keep-checkpoints", 99]
-        student = Student(*arguments, out=tmp_path / name, cwd=tmp_path)
+        command = holding(STEPS_AN_EPOCH) if interrupt else ("student.train",)
+        student = Student(*arguments, out=tmp_path / name, cwd=tmp_path, command=command)
         processes.append(student)
         if interrupt:
-            student.until_step(STEPS_AN_EPOCH)
+            student.until_held_at(STEPS_AN_EPOCH)
             student.send(signal.SIGKILL)
             student.wait()
             student = Student(*arguments, "--resume", out=tmp_path / name, cwd=tmp_path)
@@ -97,18 +97,15 @@ def test_killed_while_it_writes_a_checkpoint_loses_nothing(
     endpoint: str, quiet_curve: list[dict[str, Any]], start_student: Start
 ) -> None:
     arguments = ("--teacher", endpoint, "--checkpoint-every", 1)
-    student = start_student(*arguments)
-    caught = 0
-    for kill_after in (6, 14, 22, 30):
-        checkpoints = student.out / "checkpoints"
-        student.until_step(kill_after)
-        student.until(lambda: any(checkpoints.glob(".writing-*")), "a checkpoint is being written")  # noqa: B023
+    for step, event in ((6, 2), (14, 5), (22, 8), (30, 11)):
+        moment = ("tests.system.dying_student", f"stop-disk:{step}:{event}")
+        student = start_student(*arguments, *(() if step == 6 else ("--resume",)), command=moment)
+        student.until_held()
+        assert any((student.out / "checkpoints").glob(".writing-*")), "it is in the midst of it"
         student.send(signal.SIGKILL)
         assert student.wait() == -signal.SIGKILL
-        caught += any(checkpoints.glob(".writing-*"))
-        student = start_student(*arguments, "--resume")
+    student = start_student(*arguments, "--resume")
     student.succeed()
-    assert caught, "no kill hit the writing itself"
     assert curve(student.out) == quiet_curve
     assert not [path.name for path in (student.out / "checkpoints").iterdir() if path.name.startswith(".")]
 
@@ -117,9 +114,10 @@ def test_killed_while_it_writes_a_checkpoint_loses_nothing(
 def test_asked_to_end_it_writes_a_checkpoint_and_can_go_on(
     endpoint: str, quiet_curve: list[dict[str, Any]], start_student: Start, number: signal.Signals
 ) -> None:
-    student = start_student("--teacher", endpoint)
-    student.until_step(7)
+    student = start_student("--teacher", endpoint, command=holding(7))
+    student.until_held_at(7)
     student.send(number)
+    student.let_go()
     assert student.wait() == 128 + number
     taken = student.steps_taken
     assert student.checkpoints == [f"step-{taken:08d}"]
@@ -136,9 +134,11 @@ def test_asked_to_end_while_it_waits_for_a_teacher_it_does_not_wait(start_teache
     student = start_student(
         *("--teacher", teacher.endpoint, "--ring-depth", 1),
         *("--teacher-timeout", 10000, "--request-timeout", 2, "--peer-timeout", 10000),
+        command=holding(5),
     )
-    student.until_step(5)
+    student.until_held_at(5)
     teacher.send(signal.SIGSTOP)
+    student.let_go()
     # By then, two seconds after it asked, the little that was in its ring is long used up.
     student.until(lambda: "was not filled within 2 s" in student.errors, "it waits for its teacher")
     student.send(signal.SIGTERM)
@@ -164,8 +164,8 @@ def test_a_finished_run_can_be_resumed_and_changes_nothing(endpoint: str, inputs
 def test_evaluations_are_the_same_after_a_resume(endpoint: str, inputs: Inputs, start_student: Start) -> None:
     arguments = ("--teacher", endpoint, "--eval-data", inputs.eval_data, "--eval-every", 6, "--checkpoint-every", 4)
     quiet = start_student(*arguments, out="quiet")
-    disturbed = start_student(*arguments)
-    disturbed.until_step(15)
+    disturbed = start_student(*arguments, command=holding(15))
+    disturbed.until_held_at(15)
     disturbed.send(signal.SIGKILL)
     disturbed.wait()
     disturbed = start_student(*arguments, "--resume")

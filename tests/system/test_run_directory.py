@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.system.conftest import Inputs, Start, write_texts
-from tests.system.processes import Student, check_refusal
+from tests.system.processes import Student, check_refusal, holding
 from tests.tiny_models import build_tiny_checkpoint
 
 
@@ -35,9 +35,10 @@ def test_a_directory_that_another_run_writes_to(endpoint: str, start_student: St
 @pytest.fixture
 def stopped_run(endpoint: str, start_student: Start) -> Student:
     """A run with two checkpoints that was asked to end."""
-    student: Student = start_student("--teacher", endpoint, "--checkpoint-every", 5)
-    student.until_step(12)
+    student: Student = start_student("--teacher", endpoint, "--checkpoint-every", 5, command=holding(12))
+    student.until_held_at(12)
     student.send(signal.SIGTERM)
+    student.let_go()
     assert student.wait() == 143
     assert len(student.checkpoints) == 2
     return student

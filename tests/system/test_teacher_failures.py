@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.system.conftest import NUM_STEPS, Inputs, Start
-from tests.system.processes import Student, curve
+from tests.system.processes import Student, curve, parking
 
 FAILING = "tests.system.failing_teacher"
 
@@ -37,10 +37,13 @@ def test_the_message_names_every_replica_with_its_own_last_error(
     student = start_student(
         *("--teacher", killed.endpoint, stopped.endpoint),
         *("--request-timeout", 1, "--peer-timeout", 1, "--teacher-timeout", 6),
+        command=parking(10),
     )
-    student.until_step(5)
+    student.until_parked_at(10)
+    student.until(lambda: student.errors.count("replica up: ") == 2, "both are there")
     killed.send(signal.SIGKILL)
     stopped.send(signal.SIGSTOP)
+    student.drive_on()
     said = check_lost(student)
     assert re.search(rf"{killed.endpoint} is down, last error: .*(closed|gone|ended)", said), said
     assert re.search(rf"{stopped.endpoint} is .*(not heard from for 1 s|was not filled within 1 s)", said), said

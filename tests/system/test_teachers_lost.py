@@ -14,12 +14,10 @@ from tests.chaos.witness import held, listening_ports, owners_of, slots_of
 from tests.ports import free_port
 from tests.seeds import seeds
 from tests.system.conftest import NUM_STEPS, Start
-from tests.system.processes import curve
+from tests.system.processes import curve, holding
 
 #: Enough steps are left after it for the loss of a teacher to be felt, whatever is prefetched.
 EARLY = 8
-#: A trainer that holds still there until SIGCONT: however busy the machine is, it has not gone further by then.
-HELD_EARLY = ("tests.system.dying_student", f"stop-line:{EARLY}")
 
 
 @pytest.mark.parametrize("transport", ["shm", "zmq"])
@@ -28,25 +26,26 @@ def test_the_only_teacher_is_killed_and_restarted_at_its_port(
 ) -> None:
     port = free_port()
     teacher = start_teacher(port=port)
-    student = start_student("--teacher", f"tcp://127.0.0.1:{port}", "--transport", transport)
-    student.until_step(EARLY)
+    student = start_student("--teacher", f"tcp://127.0.0.1:{port}", "--transport", transport, command=holding(EARLY))
+    student.until_held_at(EARLY)
     teacher.send(signal.SIGKILL)
     assert teacher.wait() == -signal.SIGKILL
+    student.let_go()
+    student.until(lambda: "replica lost" in student.errors, "it has noticed")
     start_teacher(port=port)
     student.succeed()
     assert curve(student.out) == quiet_curve
-    assert "replica lost" in student.errors
 
 
 def test_one_of_two_teachers_is_killed(
     endpoint: str, quiet_curve: list[dict[str, Any]], start_teacher: Start, start_student: Start
 ) -> None:
     doomed = start_teacher()
-    student = start_student("--teacher", f"{doomed.endpoint},{endpoint}", command=HELD_EARLY)
-    student.until_held()
+    student = start_student("--teacher", f"{doomed.endpoint},{endpoint}", command=holding(EARLY))
+    student.until_held_at(EARLY)
     doomed.send(signal.SIGKILL)
     doomed.wait()
-    student.send(signal.SIGCONT)
+    student.let_go()
     student.succeed()
     assert curve(student.out) == quiet_curve
     assert f"replica lost: {doomed.endpoint}" in student.errors
@@ -59,20 +58,20 @@ def test_a_stopped_teacher_loses_its_requests_to_the_other_one(
 ) -> None:
     """Case 62. It is woken up while the run goes on; that what it still writes reaches no live slot (R4) is seen in
     tests/chaos/test_fences.py."""
-    stopped = start_teacher()
+    stopped, turns = start_teacher(), (EARLY, 2 * EARLY, NUM_STEPS - 10)
     student = start_student(
         *("--teacher", stopped.endpoint, endpoint, "--transport", transport),
         *("--request-timeout", 0.5, "--peer-timeout", 2),
+        command=("tests.system.dying_student", ",".join(("park-asked:0", *(f"stop-line:{step}" for step in turns)))),
     )
-    # Nothing is known of the speed of either teacher yet: of the first two requests each gets one.
+    student.until_parked_at(0)
     student.until(lambda: student.errors.count("replica up: ") == 2, "both are there")
     stopped.send(signal.SIGSTOP)
-    student.until_step(EARLY)
-    stopped.send(signal.SIGCONT)
-    student.until_step(2 * EARLY)
-    stopped.send(signal.SIGSTOP)
-    student.until_step(NUM_STEPS - 10)
-    stopped.send(signal.SIGCONT)
+    student.drive_on()
+    for step, number in zip(turns, (signal.SIGCONT, signal.SIGSTOP, signal.SIGCONT), strict=True):
+        student.until_held_at(step)
+        stopped.send(number)
+        student.let_go()
     student.succeed()
     assert curve(student.out) == quiet_curve
     assert student.summary["retries"] >= 1, "it was asked while it was stopped"
@@ -83,10 +82,12 @@ def test_a_teacher_that_stops_alone_ends_the_run_with_a_checkpoint_and_exit_3(
 ) -> None:
     stopped = start_teacher()
     student = start_student(
-        *("--teacher", stopped.endpoint, "--request-timeout", 1, "--peer-timeout", 1, "--teacher-timeout", 6)
+        *("--teacher", stopped.endpoint, "--request-timeout", 1, "--peer-timeout", 1, "--teacher-timeout", 6),
+        command=holding(EARLY),
     )
-    student.until_step(EARLY)
+    student.until_held_at(EARLY)
     stopped.send(signal.SIGSTOP)
+    student.let_go()
     assert student.wait() == 3
     assert re.search(rf"^student\.train: error: no replica has served.*{stopped.endpoint}", student.errors, re.M)
     assert "Traceback" not in student.errors
@@ -107,12 +108,12 @@ def test_a_teacher_that_is_asked_to_end_finishes_what_it_holds(
     endpoint: str, quiet_curve: list[dict[str, Any]], start_teacher: Start, start_student: Start
 ) -> None:
     leaving = start_teacher()
-    student = start_student("--teacher", leaving.endpoint, endpoint, command=HELD_EARLY)
-    student.until_held()
+    student = start_student("--teacher", leaving.endpoint, endpoint, command=holding(EARLY))
+    student.until_held_at(EARLY)
     leaving.send(signal.SIGTERM)
     assert leaving.wait() == 0
     assert "Traceback" not in leaving.errors
-    student.send(signal.SIGCONT)
+    student.let_go()
     student.succeed()
     assert curve(student.out) == quiet_curve
     assert f"replica lost: {leaving.endpoint}: it said goodbye" in student.errors
