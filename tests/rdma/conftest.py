@@ -68,7 +68,7 @@ def start_suite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartSuite
         env = {**cable.student_env(tls), "DISAGGKD_PEER_NET_DEVICES": cable.teacher_env(tls)["UCX_NET_DEVICES"]}
         started.append(
             Forked(
-                *("tests.rdma.suite", "-v", "--timeout=300", "--durations=8", "--backend=ucx", *options, *files),
+                *("tests.rdma.suite", "-v", "--timeout=800", "--durations=8", "--backend=ucx", *options, *files),
                 cwd=tmp_path_factory.mktemp("suite"),
                 env=env,
             )

@@ -53,8 +53,8 @@ class Forked:
                 self._code = os.waitstatus_to_exitcode(status)
         return self._code
 
-    def wait(self) -> int:
-        deadline_s = time.monotonic() + HANG_GUARD_S
+    def wait(self, *, guard_s: float = HANG_GUARD_S) -> int:
+        deadline_s = time.monotonic() + guard_s
         while (code := self.poll()) is None:
             assert time.monotonic() < deadline_s, f"it does not end:\n{self.log}"
             time.sleep(0.02)

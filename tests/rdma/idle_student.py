@@ -14,13 +14,16 @@ import torch
 from ring.core.errors import TeacherLost
 from teacher.load import load_teacher
 from tests.rdma.forks import HANG_GUARD_S
+from tests.ring import rig
 from tests.ring.rig import consume, open_ring, request_of, wait_until
 
 
 def main(endpoint: str, model_dir: str) -> int:
     torch.set_num_threads(1)
+    rig.HANG_GUARD_S = HANG_GUARD_S  # all is emulated here
     model = load_teacher(model_dir, dtype="auto", device="cpu")
-    with open_ring(model, endpoint, transport="ucx", peer_timeout_s=3.0, teacher_timeout_s=20.0) as ring:
+    # Its end is seen at its connection, not by its silence.
+    with open_ring(model, endpoint, transport="ucx", peer_timeout_s=HANG_GUARD_S, teacher_timeout_s=60.0) as ring:
         consume(ring, model, range(4))
         (replica,) = ring.stats().machine.replicas
         assert (replica.state, replica.in_flight, replica.fills) == ("up", 0, 4)

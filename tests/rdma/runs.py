@@ -72,7 +72,8 @@ class Student(Forked):
             *("student.train", "--student", inputs.student, "--data", inputs.data, "--out", "out"),
             *("--cache-dir", cwd / "cache", "--steps", NUM_STEPS, "--batch-size", BATCH_SIZE),
             *("--max-length", MAX_LENGTH, "--lr", "1e-3", "--warmup-steps", 2, "--precision", "fp32", "--seed", 11),
-            *("--deterministic", "--threads", 1, *arguments),
+            # Emulated, and beside the contract's suite, a teacher that is well may be silent for long.
+            *("--deterministic", "--threads", 1, "--peer-timeout", 60, "--teacher-timeout", 240, *arguments),
             cwd=cwd,
             env=env,
         )

@@ -51,7 +51,7 @@ def test_a_run_whose_teacher_is_killed_or_stopped_in_the_middle_of_a_transfer_en
     teacher = start(Teacher, inputs, name="teacher", env=RUNS.teacher_env(RC))
     student = start(
         *(Student, inputs, "--teacher", teacher.until_ready(), "--transport", "ucx", "--steps", 100_000),
-        *("--peer-timeout", 3, "--teacher-timeout", 10),
+        *("--peer-timeout", 15, "--teacher-timeout", 60),
         name="student",
         env=RUNS.student_env(RC),
     )

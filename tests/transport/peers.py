@@ -17,7 +17,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
@@ -251,7 +251,11 @@ def anonymous_bytes() -> int:
     raise AssertionError("no RssAnon in /proc/self/status")
 
 
-def _serve(requests: Connection) -> None:
+def _serve(requests: Connection, environment: Mapping[str, str] | None = None) -> None:
+    """environment: the one of who made the peer, where this process's own is another."""
+    if environment is not None:
+        os.environ.clear()
+        os.environ.update(environment)
     torch.set_num_threads(1)
     if "DISAGGKD_PEER_NET_DEVICES" in os.environ:  # the other end of a cable that both processes have
         os.environ["UCX_NET_DEVICES"] = os.environ["DISAGGKD_PEER_NET_DEVICES"]
@@ -278,7 +282,8 @@ class Peer:
             self._thread = threading.Thread(target=_serve, args=(theirs,))
             self._thread.start()
         else:
-            self._process = _processes.Process(target=_serve, args=(theirs,))
+            # The server keeps the environment of the test that made the first peer of all.
+            self._process = _processes.Process(target=_serve, args=(theirs, dict(os.environ)))
             self._process.start()
             theirs.close()
 
