@@ -63,6 +63,12 @@ class Replica:
         the next trusted key may be its own, or its name be looked up by then."""
         return self.welcome is None and self.refusal is None
 
+    @property
+    def is_silent(self) -> bool:
+        """It is there, and has not said what it serves: it may be busy."""
+        session = self.session
+        return self.is_unknown and session is not None and session.link.connected
+
     def wait_fds(self) -> tuple[int, ...]:
         """Descriptors that become readable when its session may have news."""
         return () if self.session is None else self.session.wait_fds()

@@ -68,6 +68,10 @@ class ControlLink(Protocol):
     def name(self) -> str:
         """The endpoint, as the user wrote it."""
 
+    @property
+    def connected(self) -> bool:
+        """Whether somebody is at the other end, though it may not have said a word yet."""
+
     def local_host(self) -> str:
         """The address of this machine that the replica reaches it at. Raises TransportError: there is no route."""
 
@@ -140,9 +144,10 @@ class ZmqLink:
         # The kernel doubles the time between its attempts: after a minute's cut it would look again a minute later.
         self._socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT_MS)
         self._monitor = self._socket.get_monitor_socket(
-            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | _HANDSHAKE_FAILURES
+            zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | _HANDSHAKE_FAILURES
         )
         self._closed = False
+        self._connected = False
         self._end: DisaggKDError | None = None
         self._failure: tuple[int, int] | None = None  # of the handshake: event, its value
         self._probe: MechanismProbe | None = None  # under way once the handshake has failed for no reason that is known
@@ -155,6 +160,10 @@ class ZmqLink:
     @property
     def name(self) -> str:
         return self._name
+
+    @property
+    def connected(self) -> bool:
+        return self._connected
 
     @property
     def handshake_failed(self) -> bool:
@@ -200,6 +209,8 @@ class ZmqLink:
 
     def _disconnected(self) -> bool:
         for event, value in _events(self._monitor):
+            if event == zmq.EVENT_CONNECTED:
+                self._connected = True
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._give_up_at_s = float("inf")
             if event & _HANDSHAKE_FAILURES:

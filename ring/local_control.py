@@ -62,6 +62,10 @@ class LocalLink:
     def name(self) -> str:
         return "local"
 
+    @property
+    def connected(self) -> bool:
+        return True
+
     def local_host(self) -> str:
         return "127.0.0.1"
 

@@ -97,21 +97,22 @@ class Ring:
                 self._wait(left_s)
             return pump.welcome
 
-    def check_models(self, *, timeout_s: float) -> None:
-        """Wait until every replica has answered, for `timeout_s` at most; what comes later and does not serve the run's
-        model is left out.
+    def check_models(self, *, absent_s: float, silent_s: float) -> None:
+        """Wait until every replica has answered: for `absent_s` at most for one that nobody can connect to, for
+        `silent_s` where somebody is there. What comes later and does not serve the run's model is left out.
 
         Raises ConfigError: two serve different models, and only chance made one of them the run's. Raises TeacherLost.
         """
         pump = self._pump
-        deadline_s = time.monotonic() + timeout_s
+        start_s = time.monotonic()
         with pump.changed:
             while any(replica.is_unknown for replica in pump.replicas.values()):
                 self._raise_failure()
-                left_s = deadline_s - time.monotonic()
+                is_awaited = any(replica.is_silent for replica in pump.replicas.values())
+                left_s = start_s + (silent_s if is_awaited else absent_s) - time.monotonic()
                 if left_s <= 0:
                     break
-                self._wait(left_s)
+                self._wait(min(left_s, 0.1))  # nobody wakes us when one is connected to
             found = {r.name: r.welcome for r in pump.replicas.values() if r.welcome is not None}
         if len({welcome.fingerprint for welcome in found.values()}) > 1:
             named = "; ".join(f"{name} serves {said.model} ({said.fingerprint})" for name, said in found.items())

@@ -305,8 +305,9 @@ class Pump:
         if session is not None and replica.up and self.machine is not None:
             self._leave(replica, now_s)
             with contextlib.suppress(TransportError):
-                while replica.session is session and time.monotonic() < until_s:
-                    if not self._take_fills(replica, session, now_s) and not session.may_have_more():
+                # Once at least: time may pass before the first look.
+                while self._take_fills(replica, session, now_s) or session.may_have_more():
+                    if replica.session is not session or time.monotonic() >= until_s:
                         break
         if replica.session is session:  # a wrong one among them has ended it already
             self._end_session(replica, error, now_s, backoff_s=backoff_s)

@@ -22,8 +22,9 @@ from transport.contract import Sender, Ticket
 from transport.host import DESCRIPTORS_A_LINK, check_descriptors
 from transport.registry import host_id, load, names
 
-#: How long a student's endpoint may take to answer.
-OPEN_TIMEOUT_S = 5.0
+#: How long a student's endpoint may take to answer. Over ucx its address is tried in a process of its own first, which
+#: on a busy machine takes seconds to begin.
+OPEN_TIMEOUT_S = 10.0
 #: No channel is opened with fewer descriptors left.
 MIN_FREE_DESCRIPTORS = 64
 #: A student that ends says goodbye over one connection and closes another: whichever is noticed first.

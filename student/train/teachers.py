@@ -35,8 +35,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: How long the beginning of a run waits for the other replicas once one has answered, to see that they are alike.
-OTHERS_WAIT_S = 2.0
+#: How long the beginning of a run waits for the other replicas once one has answered, to see that they are alike: for
+#: those that nobody can connect to, and for those that are there and busy.
+ABSENT_WAIT_S, SILENT_WAIT_S = 2.0, 15.0
 #: A teacher and a trainer in one process can't miss each other: a long step or evaluation is no reason to part.
 NEVER_S = MAX_SECONDS
 
@@ -100,7 +101,9 @@ def connected(
         stack.enter_context(ring)
         welcome = ring.wait_welcome(timeout_s=config.teacher_timeout)
         if fingerprint is None:
-            ring.check_models(timeout_s=OTHERS_WAIT_S)
+            ring.check_models(
+                absent_s=min(ABSENT_WAIT_S, config.teacher_timeout), silent_s=min(SILENT_WAIT_S, config.teacher_timeout)
+            )
         wire_dtype = welcome.wire_dtypes[0]
         slots_bytes = ring.open(
             max_rows=max_rows, wire_dtype=wire_dtype, max_tokens=max_tokens, max_document_tokens=max_document_tokens

@@ -64,7 +64,8 @@ def be_mute(endpoint: str, student_dir: str) -> None:
         session = Session(ZmqLink(context, endpoint), said)
         try:
             while session.phase is not Phase.READY:
-                session.recv()
+                if isinstance(answer := session.recv(), Goodbye):
+                    raise TransportError(answer.reason)
                 session.arrivals()  # takes part in opening its channel
                 if session.phase is Phase.WELCOMED:
                     assert session.welcome is not None

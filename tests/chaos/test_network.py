@@ -104,15 +104,20 @@ def test_a_replica_behind_a_cut_link_loses_its_requests_and_is_used_again_when_i
         *("--teacher", remote.endpoint, local.endpoint, *flags, "--peer-timeout", 2, "--request-timeout", 20), env=env
     )
     up, lost = f"replica up: {remote.endpoint}", f"replica lost: {remote.endpoint}"
-    student.until(lambda: up in student.errors and student.steps_taken >= EARLY, "both are used")
+
+    def is_up() -> bool:
+        return student.errors.count(up) > student.errors.count(lost)
+
+    student.until(lambda: is_up() and student.steps_taken >= EARLY, "both are used")
+    # It may have been lost and found before: a machine that has no time for it for two seconds is enough.
     cable.cut(*directions)
     healed_s = time.monotonic() + CUT_S
-    student.until(lambda: lost in student.errors, "the cut is noticed")
+    student.until(lambda: not is_up(), "the cut is noticed")
     at_cut = student.steps_taken
     student.until(lambda: time.monotonic() >= healed_s and student.steps_taken > at_cut, "the other one serves it")
-    assert student.errors.count(up) == 1
+    assert not is_up()
     cable.heal()
-    student.until(lambda: student.errors.count(up) == 2, "the replica is there again")
+    student.until(is_up, "the replica is there again")
     local.send(signal.SIGKILL)
     local.wait()
     student.until_step(student.steps_taken + 20)
@@ -130,10 +135,11 @@ def test_a_run_whose_only_replica_is_behind_a_cut_link_waits_and_goes_on(
     teacher = far(env=env)
     student = train("--teacher", teacher.endpoint, *flags, "--peer-timeout", 2, env=env)
     student.until_step(EARLY)
+    losses = student.errors.count(f"replica lost: {teacher.endpoint}")
     cable.cut()
     healed_s = time.monotonic() + CUT_S
     student.until(lambda: time.monotonic() >= healed_s, "the link is cut long enough")
-    assert f"replica lost: {teacher.endpoint}" in student.errors
+    student.until(lambda: student.errors.count(f"replica lost: {teacher.endpoint}") > losses, "the cut is noticed")
     cable.heal()
     at_heal = student.steps_taken
     student.until_step(at_heal + 20)

@@ -5,6 +5,7 @@ That late writes reach no live slot (R4) is not for a curve to show: see test_fe
 from __future__ import annotations
 
 import random
+import re
 import signal
 import socket
 from collections import Counter
@@ -94,25 +95,28 @@ def check_that_no_more_is_held_than_by_newcomers(
     for teacher in teachers:
         teacher.until_ready()
     fresh = train("fresh", 100)
-    fresh.until(lambda: fresh.errors.count("replica up: ") == num_replicas, "it knows all replicas")
+    fresh.until(
+        lambda: len(set(re.findall(r"replica up: (\S+)", fresh.errors))) == num_replicas, "it knows all replicas"
+    )
     fresh.until_step(5)  # and has opened its files
     for trainer in trainers:
-        until_it_holds_no_more(trainer.life, witness.held(fresh.pid))
+        until_it_holds_no_more(trainer.life, fresh.pid)
     for student in (fresh, *(trainer.life for trainer in trainers)):
         student.send(signal.SIGTERM)
         assert student.wait() == 128 + signal.SIGTERM, student.tail()
     *old, new = teachers
     new.until(lambda: not witness.slots_of(new.pid), "it let go of the student's slots")
     for teacher in old:
-        until_it_holds_no_more(teacher, witness.held(new.pid))
+        until_it_holds_no_more(teacher, new.pid)
     return teachers
 
 
-def until_it_holds_no_more(command: Command, most: Counter[str]) -> None:
-    """What is in the middle of being closed goes by itself; what is left behind does not."""
+def until_it_holds_no_more(command: Command, newcomer: int) -> None:
+    """What is in the middle of being closed goes by itself, and so does what a newcomer is just without; what is left
+    behind does not."""
 
     def excess() -> Counter[str]:
-        return witness.held(command.pid) - most
+        return witness.held(command.pid) - witness.held(newcomer)
 
     try:
         command.until(lambda: not excess(), "it let go")

@@ -8,7 +8,8 @@ import torch.distributed as dist
 
 from student.parallel.ranks import Ranks, launched
 
-TIMEOUT_S = 2.0
+#: Of the world's beginning too.
+TIMEOUT_S = 10.0
 
 
 def main() -> None:

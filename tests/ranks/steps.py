@@ -240,7 +240,7 @@ def main() -> None:
     for way in ways(launch.world_size, family=family):
         if way.vocab not in worlds:
             worlds[way.vocab] = Ranks(
-                launch, device=torch.device("cpu"), timeout_s=120, vocab_parallel=way.vocab, wants_groups=True
+                launch, device=torch.device("cpu"), timeout_s=600, vocab_parallel=way.vocab, wants_groups=True
             )
         # A pass that is computed anew, in the backward pass, is computed outside of the mode.
         with Float64Stays() if way.dtype == "fp64" and not way.checkpointing else nullcontext():

@@ -28,11 +28,11 @@ from tests.ranks.conftest import NUM_STEPS, StartWorld
 from tests.ranks.test_runs import assert_same_curve
 from tests.ranks.world import World
 from tests.system.conftest import Inputs, Start
-from tests.system.processes import Command, Teacher, check_refusal, curve, environment
+from tests.system.processes import Command, check_refusal, curve, environment, holding, is_held
 
 HALF = NUM_STEPS // 2
-#: A request of a rank has 4 bytes for each of some 140 tokens; a ping has 30.
-MORE_THAN_PINGS_BYTES = 400
+#: With a checkpoint every other step, that of step 2 is whole by then: that of step 4 waited for it.
+CHECKPOINTED = 5
 
 
 def settings(size: int, accum: int) -> tuple[object, ...]:
@@ -103,9 +103,11 @@ def test_a_world_that_is_started_anew_goes_on_from_the_last_checkpoint(
 ) -> None:
     """What torchrun says to a world that it starts for the second time."""
     flags = ("--teacher", endpoint, "--checkpoint-every", 2, "--fsdp")
-    world = start_world(*flags, size=2)
-    world.first.until(lambda: bool(world.first.checkpoints), "a checkpoint is there")
+    world = start_world(*flags, size=2, command=holding(CHECKPOINTED))
+    world.first.until_held_at(CHECKPOINTED)
+    assert world.first.checkpoints
     world.ranks[1].send(signal.SIGKILL)
+    world.first.let_go()
     world.wait()
     again = start_world(*flags, size=2, restarts=1)
     again.succeed()
@@ -113,21 +115,11 @@ def test_a_world_that_is_started_anew_goes_on_from_the_last_checkpoint(
     assert "resuming from" in again.first.errors
 
 
-def kill_with_a_checkpoint(world: World) -> None:
+def kill(world: World) -> None:
     """As torchrun does when one of them is gone."""
-    world.first.until(lambda: bool(world.first.checkpoints), "a checkpoint is there")
     for rank in world.ranks:
         rank.send(signal.SIGKILL)
     world.wait()
-
-
-def unread_by(teacher: Teacher) -> list[int]:
-    """Bytes that the kernel holds for each connection of the control plane that the teacher has yet to read from: what
-    is longer than any message but a request."""
-    port = int(teacher.endpoint.rpartition(":")[2])
-    lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    sizes = [int(line[4].partition(":")[2], 16) for line in lines if int(line[1].partition(":")[2], 16) == port]
-    return [size for size in sizes if size > MORE_THAN_PINGS_BYTES]
 
 
 def test_fills_of_the_former_generation_are_refused(
@@ -136,7 +128,10 @@ def test_fills_of_the_former_generation_are_refused(
     """One of two replicas goes on answering the ranks that were killed, rightly in all else."""
     confused = start_teacher(command=("tests.ranks.former_teacher",))
     flags = ("--teacher", confused.endpoint, endpoint, "--checkpoint-every", 2, "--fsdp", "--run-name", "job")
-    kill_with_a_checkpoint(start_world(*flags, size=2))
+    world = start_world(*flags, size=2, command=holding(CHECKPOINTED))
+    world.first.until_held_at(CHECKPOINTED)
+    assert world.first.checkpoints
+    kill(world)
     again = start_world(*flags, size=2, restarts=1)
     again.succeed()
     assert_same_curve(again.out, one_rank_curve)
@@ -150,14 +145,12 @@ def test_what_the_former_generation_asked_for_never_reaches_the_next_one(
     one_rank_curve: list[dict[str, Any]], start_teacher: Start, start_world: StartWorld, transport: str
 ) -> None:
     """A stopped teacher holds what it was asked for. When it wakes up, the next generation is there."""
-    teacher = start_teacher()
+    teacher = start_teacher(command=("tests.ranks.stopping_teacher", "12", "2"))
     flags = ("--teacher", teacher.endpoint, "--checkpoint-every", 2, "--transport", transport, "--run-name", "job")
-    world = start_world(*flags, size=2, command=holding(2))
-    world.first.until_held_at(2)
-    teacher.send(signal.SIGSTOP)
-    world.first.let_go()
-    world.first.until(lambda: len(unread_by(teacher)) == 2, "a request of each rank waits at the teacher")
-    kill_with_a_checkpoint(world)
+    world = start_world(*flags, size=2)
+    teacher.until_held()
+    world.first.until(lambda: bool(world.first.checkpoints), "a checkpoint is there")
+    kill(world)
     again = start_world(*flags, size=2, restarts=1)
     again.first.until(lambda: "started anew" in again.first.errors, "it is about to ask")
     teacher.send(signal.SIGCONT)
@@ -242,7 +235,7 @@ def test_torchrun_starts_a_world_anew_that_lost_a_rank(
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1"),
         *("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1"),
-        *("-m", "student.train", *map(str, (*inputs.settings, *settings(2, 1)))),
+        *("-m", *holding(CHECKPOINTED), *map(str, (*inputs.settings, *settings(2, 1)))),
         *("--teacher", endpoint, "--checkpoint-every", "2", "--fsdp", "--out", str(out)),
     ]
     log = tmp_path / "torchrun.log"
@@ -251,8 +244,12 @@ def test_torchrun_starts_a_world_anew_that_lost_a_rank(
     try:
         killed = False
         while agent.poll() is None:
-            if not killed and list(out.glob("checkpoints/step-*")):
-                killed = kill_a_child(agent.pid)
+            if held := [rank for rank in children(agent.pid) if is_held(rank)]:
+                if not killed:
+                    killed = bool(list(out.glob("checkpoints/step-*")))
+                    os.kill(children(agent.pid)[-1], signal.SIGKILL)
+                for rank in held:
+                    os.kill(rank, signal.SIGCONT)
             time.sleep(0.01)
         assert agent.wait() == 0, log.read_text()[-3000:]
     finally:
@@ -263,9 +260,5 @@ def test_torchrun_starts_a_world_anew_that_lost_a_rank(
     assert_same_curve(out, one_rank_curve)
 
 
-def kill_a_child(pid: int) -> bool:
-    """False: it has none at the moment."""
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    if children:
-        os.kill(int(children[-1]), signal.SIGKILL)
-    return bool(children)
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]

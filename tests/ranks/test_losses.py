@@ -43,9 +43,7 @@ def test_a_run_that_lost_its_teacher_goes_on_where_it_stopped(
     one_rank_curve: list[dict[str, Any]], endpoint: str, start_teacher: Start, start_world: StartWorld
 ) -> None:
     doomed = start_teacher()
-    world = start_world(
-        *("--teacher", doomed.endpoint, *SOON, "--vocab-parallel", 2), size=2, command=holding(EARLY)
-    )
+    world = start_world(*("--teacher", doomed.endpoint, *SOON, "--vocab-parallel", 2), size=2, command=holding(EARLY))
     world.first.until_held_at(EARLY)
     doomed.send(signal.SIGKILL)
     world.first.let_go()

@@ -24,6 +24,9 @@ GRADIENT_ERROR = 2e-6
 #: Of a weight in float32, over all steps.
 ROUNDING = 1e-6
 
+#: Half a minute on two cores that do nothing else, for four ranks of the largest family.
+GUARD_S = 600.0
+
 Found = dict[str, Tensor]
 
 
@@ -31,7 +34,7 @@ def steps_of(size: int, cwd: Path, *, family: str | None) -> Found:
     cwd.mkdir()
     out = cwd / "found.safetensors"
     for rank in run_steps(size, family=family, out=out, cwd=cwd):
-        rank.succeed()
+        rank.succeed(guard_s=GUARD_S)
     return load_file(out)
 
 
@@ -92,6 +95,7 @@ def test_a_step_over_ranks_is_the_step_of_one_process(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(2 * GUARD_S + 60)  # of this cut, and of the one process that it is compared with
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_every_cut_of_a_step_gives_the_same_numbers(

@@ -30,6 +30,7 @@ from ring.prefetch import Ring
 from teacher.forward import TeacherModel
 from teacher.serve import talk
 from teacher.service import ServiceConfig, TeacherService
+from tests.ports import free_port
 from tests.tiny_models import TOKENIZER_VOCAB
 from transport import registry
 
@@ -263,6 +264,10 @@ def make_overdue(ring: Ring) -> None:
         overdue = machine._attempts.deadlines._deadline_s
         overdue.update(dict.fromkeys(overdue, time.monotonic()))
         ring._pump.wake()
+
+
+def free_endpoint() -> str:
+    return f"tcp://127.0.0.1:{free_port()}"
 
 
 def all_up(ring: Ring) -> None:

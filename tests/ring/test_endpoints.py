@@ -13,7 +13,7 @@ from ring.core.messages import Goodbye, Welcome
 from ring.endpoints import check_exposure
 from teacher.destinations import Destinations
 from teacher.forward import TeacherModel
-from tests.ring.rig import Teacher, consume, make_hello, open_ring
+from tests.ring.rig import Teacher, consume, free_endpoint, make_hello, open_ring
 from tests.ring.test_handshake import Stranger, an_offer
 
 
@@ -30,7 +30,7 @@ def test_a_port_in_use_is_said_so(model: TeacherModel) -> None:
 @pytest.mark.case(60)
 def test_a_port_can_be_used_again_at_once(model: TeacherModel) -> None:
     """Case 60."""
-    with Teacher(model) as first, open_ring(model, first) as ring:
+    with Teacher(model, listen=free_endpoint()) as first, open_ring(model, first) as ring:
         consume(ring, model, range(2))
         for seq in range(2, 4):
             first.close()

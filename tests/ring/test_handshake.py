@@ -199,8 +199,10 @@ def test_an_offer_that_can_not_be_opened_is_answered_with_the_reason(
 
 
 def test_a_student_whose_endpoint_does_not_answer_holds_up_nobody(
-    model: TeacherModel, asked: Teacher, stranger: Stranger, tmp_path: Path
+    model: TeacherModel, asked: Teacher, stranger: Stranger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("teacher.students.OPEN_TIMEOUT_S", HANG_GUARD_S)
+
     def opening() -> bool:
         return any(thread.name == "teacher-open" for thread in threading.enumerate())
 

@@ -20,12 +20,12 @@ from ring.core.stats import DropCause, RetryCause
 from ring.local_control import LocalLink, Mailbox
 from ring.prefetch import Ring
 from teacher.forward import TeacherModel
-from tests.ports import free_port
 from tests.ring.rig import (
     HANG_GUARD_S,
     Teacher,
     all_up,
     consume,
+    free_endpoint,
     make_hello,
     make_overdue,
     make_ring,
@@ -38,10 +38,6 @@ from tests.ring.rig import (
 
 #: For tests in which nobody serves: short, since the end is what they wait for.
 SHORT_S = 0.4
-
-
-def free_endpoint() -> str:
-    return f"tcp://127.0.0.1:{free_port()}"
 
 
 def test_a_ring_without_a_replica_is_refused(model: TeacherModel) -> None:
@@ -62,8 +58,9 @@ def test_a_run_whose_only_teacher_goes_is_lost_and_says_what_the_teacher_said(mo
     nobody = free_endpoint()
     with Teacher(model) as first, open_ring(model, first, nobody) as ring:
         consume(ring, model, range(4))
-        set_limits(ring, teacher_timeout_s=SHORT_S)
         first.close()
+        wait_until(lambda: ring.stats().machine.replicas[0].state == "down", "its goodbye")
+        set_limits(ring, teacher_timeout_s=SHORT_S)
         ring.submit(4, request_of(4))
         with pytest.raises(TeacherLost) as lost:
             ring.next_lease(timeout_s=HANG_GUARD_S)
@@ -100,7 +97,7 @@ def test_what_is_submitted_while_the_loss_is_being_told_is_lost_too(
 
 
 def test_a_run_goes_on_when_its_teacher_comes_back_at_the_same_port(model: TeacherModel) -> None:
-    first = Teacher(model)
+    first = Teacher(model, listen=free_endpoint())
     with open_ring(model, first) as ring:
         consume(ring, model, range(5))
         for seq in range(5, 8):
@@ -226,12 +223,14 @@ def test_a_draining_teacher_finishes_what_it_holds_and_takes_nothing_new(model: 
         wait_until(lambda: leaving.service.drained, "the drain")
 
 
-def test_a_teacher_that_forgets_a_silent_student_is_asked_again(model: TeacherModel) -> None:
+def test_a_teacher_that_forgets_a_silent_student_is_asked_again(
+    model: TeacherModel, caplog: pytest.LogCaptureFixture
+) -> None:
     # The ring's pings come too rarely for this teacher's patience.
     with Teacher(model, student_timeout_s=0.2) as forgetful, open_ring(model, forgetful, ping_interval_s=5.0) as ring:
         consume(ring, model, range(3))
         wait_until(lambda: ring.stats().machine.replicas[0].num_joins >= 2, "the student to be forgotten and come back")
-        assert ring.stats().machine.replicas[0].last_error == "it said goodbye: not heard from for 0.2 s"
+        assert f"replica lost: {forgetful.endpoint}: it said goodbye: not heard from for 0.2 s" in caplog.text
         consume(ring, model, range(3, 8))
 
 
@@ -290,13 +289,29 @@ def test_a_run_that_begins_looks_whether_all_replicas_serve_the_same(
 ) -> None:
     with Teacher(model) as right, Teacher(model) as same, make_ring(model, right, same, free_endpoint()) as ring:
         ring.wait_welcome(timeout_s=HANG_GUARD_S)
-        ring.check_models(timeout_s=1.0)  # one is not there, and is not waited for
+        ring.check_models(absent_s=0.5, silent_s=HANG_GUARD_S)  # one is not there, and is not waited for
     with Teacher(model) as right, Teacher(other_model) as wrong, make_ring(model, right, wrong) as ring:
         ring.wait_welcome(timeout_s=HANG_GUARD_S)
         with pytest.raises(ConfigError, match="the replicas serve different models") as refused:
-            ring.check_models(timeout_s=HANG_GUARD_S)
+            ring.check_models(absent_s=HANG_GUARD_S, silent_s=HANG_GUARD_S)
     for named in (right.endpoint, wrong.endpoint, model.fingerprint, other_model.fingerprint):
         assert named in str(refused.value)
+
+
+def test_a_replica_that_is_there_and_busy_is_waited_for_longer_than_one_that_is_not(
+    model: TeacherModel, other_model: TeacherModel
+) -> None:
+    with Teacher(model) as right, Teacher(other_model) as wrong:
+        wrong.freeze()
+        with make_ring(model, right, wrong, free_endpoint()) as ring:
+            ring.wait_welcome(timeout_s=HANG_GUARD_S)
+            wait_until(lambda: ring._pump.replicas[wrong.endpoint].is_silent, "the connection to the busy one")
+            ring.check_models(absent_s=0.0, silent_s=0.5)  # one that never answers does not keep a run from its begin
+            thawing = threading.Timer(1.0, wrong.thaw)
+            thawing.start()
+            with pytest.raises(ConfigError, match="the replicas serve different models"):
+                ring.check_models(absent_s=0.1, silent_s=HANG_GUARD_S)
+            thawing.join()
 
 
 def test_a_replica_that_answers_at_the_second_attempt_is_looked_at_too(
@@ -319,5 +334,5 @@ def test_a_replica_that_answers_at_the_second_attempt_is_looked_at_too(
         with Ring(config=RingConfig(depth=3), hello=make_hello(model), links=links) as ring:
             ring.wait_welcome(timeout_s=HANG_GUARD_S)
             with pytest.raises(ConfigError, match="the replicas serve different models"):
-                ring.check_models(timeout_s=HANG_GUARD_S)
+                ring.check_models(absent_s=HANG_GUARD_S, silent_s=HANG_GUARD_S)
     context.term()

@@ -201,7 +201,8 @@ def test_a_student_that_leaves_during_a_pass_costs_the_others_nothing(
         lease = stays.next_lease(timeout_s=HANG_GUARD_S)
         torch.testing.assert_close(lease.tensor(), states_of(model, request_of(2)))
         lease.release()
-        assert asked.service._answers == {}, "what nobody waits for is not kept"
+        with asked.service._lock:
+            assert asked.service._answers == {}, "what nobody waits for is not kept"
         for seq in range(3, 9):
             stays.submit(seq, request_of(seq))
             stays.next_lease(timeout_s=HANG_GUARD_S).release()
@@ -256,6 +257,7 @@ def test_refusals_use_up_no_slots(model: TeacherModel, watched: WatchedModel, tr
         Teacher(other) as second,  # type: ignore[arg-type]
         open_ring(model, first, second, transport=transport, depth=2, num_spares=1) as ring,
     ):
+        all_up(ring)
         consume(ring, model, range(12))
         stats = ring.stats().machine
     assert stats.retries_by_cause[RetryCause.REFUSED] == 6

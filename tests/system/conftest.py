@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,6 +89,8 @@ def processes() -> Iterator[list[Command]]:
     started: list[Command] = []
     yield started
     for command in started:
+        command.send(signal.SIGKILL)
+    for command in started:
         command.end()
 
 
@@ -95,9 +98,11 @@ def processes() -> Iterator[list[Command]]:
 def start_teacher(inputs: Inputs, tmp_path: Path, processes: list[Command]) -> Start:
     """Starts a teacher of this test's own."""
 
-    def start(*arguments: object, model: Path | None = None, **options: Any) -> Teacher:
-        teacher = Teacher(model or inputs.teacher, *arguments, cwd=tmp_path, **options)
-        processes.append(teacher)
+    def start(*arguments: object, model: Path | None = None, wait: bool = True, **options: Any) -> Teacher:
+        teacher = Teacher(model or inputs.teacher, *arguments, cwd=tmp_path, wait=False, **options)
+        processes.append(teacher)  # before it is waited for: one that never is ready is ended too
+        if wait:
+            teacher.until_ready()
         return teacher
 
     return start

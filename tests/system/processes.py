@@ -113,6 +113,15 @@ def zygote() -> Zygote:
     return made
 
 
+def is_held(pid: int) -> bool:
+    """Whether all threads of a process are stopped."""
+    # A thread, or all of it, may have just ended.
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        tasks = list(Path(f"/proc/{pid}/task").iterdir())
+        return all((task / "stat").read_text().rpartition(")")[2].split()[0] == "T" for task in tasks)
+    return False
+
+
 #: How many files of a kind this process has named in a directory. The child makes them, at any time later: counting
 #: those that are there would give two commands one file.
 _numbers: defaultdict[tuple[Path, str], Iterator[int]] = defaultdict(itertools.count)
@@ -157,20 +166,21 @@ class Command:
 
     def send(self, number: signal.Signals) -> None:
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with contextlib.suppress(ProcessLookupError):  # it ended just now
+                os.kill(self.pid, number)
 
-    def wait(self) -> int:
-        """The exit code, negative for a signal."""
-        deadline_s = time.monotonic() + HANG_GUARD_S
+    def wait(self, *, guard_s: float = HANG_GUARD_S) -> int:
+        """The exit code, negative for a signal. guard_s: of what takes more than a tenth of the usual one."""
+        deadline_s = time.monotonic() + guard_s
         while (code := self.poll()) is None:
             if time.monotonic() > deadline_s:
                 self.end()
-                raise AssertionError(f"it did not end within {HANG_GUARD_S:g} s:\n{self.tail()}")
+                raise AssertionError(f"it did not end within {guard_s:g} s:\n{self.tail()}")
             time.sleep(0.005)
         return code
 
-    def succeed(self) -> None:
-        code = self.wait()
+    def succeed(self, *, guard_s: float = HANG_GUARD_S) -> None:
+        code = self.wait(guard_s=guard_s)
         assert code == 0, f"exit {code}:\n{self.tail()}"
 
     def until(self, holds: Callable[[], bool], what: str) -> None:
@@ -183,13 +193,7 @@ class Command:
 
     def until_held(self) -> None:
         """Until all its threads are stopped, by a signal or as `tests.system.dying_student` stops itself."""
-        self.until(self._is_held, "it held still")
-
-    def _is_held(self) -> bool:
-        with contextlib.suppress(FileNotFoundError):  # a thread, or all of it, has just ended
-            tasks = list(Path(f"/proc/{self.pid}/task").iterdir())
-            return all((task / "stat").read_text().rpartition(")")[2].split()[0] == "T" for task in tasks)
-        return False
+        self.until(lambda: is_held(self.pid), "it held still")
 
     def end(self) -> None:
         """However it is, it is gone when this returns."""

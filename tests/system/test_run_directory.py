@@ -131,10 +131,12 @@ def flip_a_byte(path: Path) -> None:
 
 
 def test_a_disk_that_takes_no_more_costs_no_checkpoint_that_was_there(endpoint: str, start_student: Start) -> None:
-    student = start_student("--teacher", endpoint, "--steps", 100000, "--checkpoint-every", 20)
-    student.until(lambda: len(student.checkpoints) >= 1, "a checkpoint is there")
+    student = start_student("--teacher", endpoint, "--steps", 100000, "--checkpoint-every", 10, command=holding(25))
+    student.until_held_at(25)
+    assert student.checkpoints
     # Files of more than 64 KiB can't be written from now on: the metrics can, the weights can't.
     resource.prlimit(student.pid, resource.RLIMIT_FSIZE, (2**16, 2**16))
+    student.let_go()
     check_refusal(student, 1, "checkpoint of step", "could not be written", "earlier checkpoints are untouched")
     last = student.checkpoints[-1]
     resumed = start_student("--teacher", endpoint, "--steps", 100000, "--resume")

@@ -19,6 +19,8 @@ from tests.system.processes import curve, holding
 #: Enough steps are left after it for the loss of a teacher to be felt, whatever is prefetched.
 EARLY = 8
 
+NUM_DEEDS = 15
+
 
 @pytest.mark.parametrize("transport", ["shm", "zmq"])
 def test_the_only_teacher_is_killed_and_restarted_at_its_port(
@@ -65,7 +67,7 @@ def test_a_stopped_teacher_loses_its_requests_to_the_other_one(
         command=("tests.system.dying_student", ",".join(("park-asked:0", *(f"stop-line:{step}" for step in turns)))),
     )
     student.until_parked_at(0)
-    student.until(lambda: student.errors.count("replica up: ") == 2, "both are there")
+    student.until(lambda: student.errors.count("replica up: ") >= 2, "both are there")
     stopped.send(signal.SIGSTOP)
     student.drive_on()
     for step, number in zip(turns, (signal.SIGCONT, signal.SIGSTOP, signal.SIGCONT), strict=True):
@@ -134,16 +136,13 @@ def test_the_curve_survives_deaths_stops_and_departures_at_random(
 ) -> None:
     print(f"seed {seed}")
     dice = random.Random(seed)
-    quiet = start_student("--teacher", endpoint, "--steps", 400, out="quiet")
-    quiet.succeed()
     ports = [free_port(), free_port()]
     teachers = [start_teacher(port=port) for port in ports]
     student = start_student(
-        *("--teacher", ",".join(f"tcp://127.0.0.1:{port}" for port in ports), "--steps", 400),
+        *("--teacher", ",".join(f"tcp://127.0.0.1:{port}" for port in ports), "--steps", 100_000),
         *("--request-timeout", 1, "--peer-timeout", 1, "--transport", dice.choice(["shm", "zmq"])),
     )
-    deeds = 0
-    while student.poll() is None and student.steps_taken < 380:
+    for _ in range(NUM_DEEDS):
         which = dice.randrange(2)
         number = dice.choice([signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM])
         teachers[which].send(number)
@@ -153,11 +152,15 @@ def test_the_curve_survives_deaths_stops_and_departures_at_random(
         else:
             teachers[which].wait()
             teachers[which] = start_teacher(port=ports[which])
-        deeds += 1
-        student.until_step(min(student.steps_taken + dice.randrange(1, 20), 390))
-    student.succeed()
-    assert curve(student.out) == curve(quiet.out)
-    assert deeds >= 5
+        student.until_step(student.steps_taken + dice.randrange(1, 20))
+    student.send(signal.SIGTERM)
+    assert student.wait() == 128 + signal.SIGTERM, student.tail()
+    taken = student.steps_taken
+    quiet = start_student("--teacher", endpoint, "--steps", 100_000, out="quiet")
+    quiet.until_step(taken)
+    quiet.send(signal.SIGTERM)
+    quiet.wait()
+    assert curve(student.out) == curve(quiet.out)[:taken]
 
 
 @pytest.mark.parametrize("transport", ["shm", "zmq"])
@@ -183,11 +186,12 @@ def test_nothing_is_left_behind_when_both_sides_are_killed(
         teacher.until(lambda: not owners_of(slots), "it let go of the slots of a student that is gone")
         assert list(sockets.iterdir()) == []
 
-    kill_a_student(0)  # whatever is made once and kept is there after it
-    teacher.until(lambda: "left" in teacher.errors, "it noticed that the student is gone")
+    for number in range(2):  # whatever is made once and kept is there after the first
+        kill_a_student(number)
+        teacher.until(lambda: teacher.errors.count(" left: ") == number + 1, "it noticed that the student is gone")  # noqa: B023
     before = held(teacher.pid)
-    kill_a_student(1)
-    teacher.until(lambda: held(teacher.pid) == before, f"it holds {before} again, and no more")
+    kill_a_student(2)
+    teacher.until(lambda: not held(teacher.pid) - before, f"it holds no more than {before} again")
     assert listening_ports(teacher.pid) == {int(port)}
     teacher.send(signal.SIGKILL)
     teacher.wait()
