@@ -20,6 +20,7 @@ def install(num_passes: int, num_students: int) -> None:
     request, compute_turn = TeacherMachine.request, TeacherService.compute_turn
     askers: set[str] = set()
     passes = 0
+    has_stopped = False
 
     def noting(machine: TeacherMachine, student: str, asked: Any, **options: Any) -> Any:
         if passes >= num_passes:
@@ -27,10 +28,11 @@ def install(num_passes: int, num_students: int) -> None:
         return request(machine, student, asked, **options)
 
     def stopping(service: TeacherService) -> bool:
-        nonlocal passes
-        if passes == num_passes:
+        nonlocal passes, has_stopped
+        if passes == num_passes and not has_stopped:
             if len(askers) < num_students:
                 return False
+            has_stopped = True
             os.kill(os.getpid(), signal.SIGSTOP)
         worked = compute_turn(service)
         passes += worked

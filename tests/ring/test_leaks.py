@@ -2,29 +2,14 @@
 
 from __future__ import annotations
 
-import gc
-import os
 import tempfile
-import threading
 from pathlib import Path
 
 import pytest
 
 from teacher.forward import TeacherModel
+from tests.leaks import expect_no_more, held
 from tests.ring.rig import BACKENDS, HANG_GUARD_S, Teacher, consume, open_ring, request_of, wait_until
-
-
-def held(sockets: Path) -> dict[str, object]:
-    """What this process holds that could be left behind. sockets: where it makes its socket files."""
-    gc.collect()
-    links = (Path("/proc/self/fd") / fd for fd in os.listdir("/proc/self/fd"))
-    return {
-        "descriptors": sorted(os.readlink(link).split(":[")[0] for link in links if os.path.lexists(link)),
-        "threads": sorted(thread.name for thread in threading.enumerate()),
-        "tasks": len(os.listdir("/proc/self/task")),
-        "slots": sum("memfd:disaggkd" in line for line in Path("/proc/self/maps").read_text().splitlines()),
-        "socket directories": sorted(path.name for path in sockets.iterdir()),
-    }
 
 
 def use_and_close(model: TeacherModel, backend: str, ending: str) -> None:
@@ -58,4 +43,4 @@ def test_nothing_is_left_behind(
     before = held(tmp_path)
     for _ in range(2):
         use_and_close(model, backend, ending)
-    wait_until(lambda: held(tmp_path) == before, f"what was opened to be closed: {before}, now {held(tmp_path)}")
+    expect_no_more(lambda: held(tmp_path), before)

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +72,10 @@ class Trial:
         plan = MicroBatchPlan(
             row_counts=dataset.row_counts, lengths=dataset.lengths, batch_size=2, grad_accum=GRAD_ACCUM, max_steps=2
         )
+        self._files = (
+            _NotingFile(root / "metrics.jsonl", resume_step=0, note=self.rng_after_step_one),
+            MetricsFile(root / "eval.jsonl", resume_step=0),
+        )
         device = torch.device("cpu")
         ranks = Ranks.alone(device)
         shares = Shares(module, ranks)
@@ -99,12 +103,13 @@ class Trial:
             ),
             progress=Progress(step=0, position=0),
             save=save or (lambda now: self.saved.append((now.step, capture_rng()))),
-            records=Records(
-                _NotingFile(root / "metrics.jsonl", resume_step=0, note=self.rng_after_step_one),
-                MetricsFile(root / "eval.jsonl", resume_step=0),
-            ),
+            records=Records(*self._files),
             eval_losses={},
         )
+
+    def close(self) -> None:
+        for file in self._files:
+            file.close()
 
 
 class _NotingFile(MetricsFile):
@@ -126,11 +131,27 @@ def dataset(ids_dataset: Callable[..., TokenDataset]) -> TokenDataset:
     return ids_dataset(*documents)
 
 
+MakeTrial = Callable[..., Trial]
+
+
+@pytest.fixture
+def make_trial(dataset: TokenDataset, tmp_path: Path) -> Iterator[MakeTrial]:
+    """Makes trials of the data set; their files are closed with the test."""
+    with ExitStack() as files:
+
+        def make(root: Path = tmp_path, **settings: Any) -> Trial:
+            trial = Trial(dataset, root, **settings)
+            files.callback(trial.close)
+            return trial
+
+        yield make
+
+
 @pytest.mark.parametrize("error", [TeacherLost("gone"), RuntimeError("out of memory")], ids=["lost", "unknown"])
 def test_a_step_that_is_not_taken_costs_no_step_before_it_and_no_random_number(
-    dataset: TokenDataset, tmp_path: Path, error: Exception
+    make_trial: MakeTrial, error: Exception
 ) -> None:
-    trial = Trial(dataset, tmp_path, error=error)
+    trial = make_trial(error=error)
     with pytest.raises(type(error), match=str(error)):
         trial.loop.run()
     assert [step for step, _ in trial.saved] == [1]
@@ -148,8 +169,8 @@ def test_a_step_that_is_not_taken_costs_no_step_before_it_and_no_random_number(
     ],
 )
 def test_what_the_model_refuses_is_a_bad_setting_only_as_long_as_nothing_was_trained(
+    make_trial: MakeTrial,
     dataset: TokenDataset,
-    tmp_path: Path,
     error: Exception,
     num_microbatches: int,
     evaluating: bool,
@@ -157,7 +178,7 @@ def test_what_the_model_refuses_is_a_bad_setting_only_as_long_as_nothing_was_tra
     saved: list[int],
 ) -> None:
     """num_microbatches: that the feed has given by then."""
-    trial = Trial(dataset, tmp_path, eval_data=dataset)
+    trial = make_trial(eval_data=dataset)
 
     def refuse(module: torch.nn.Module, arguments: Any) -> None:
         if trial.loop._feed.counts.microbatches == num_microbatches and module.training is not evaluating:
@@ -171,9 +192,9 @@ def test_what_the_model_refuses_is_a_bad_setting_only_as_long_as_nothing_was_tra
 
 
 def test_an_error_within_the_update_leaves_no_checkpoint_of_half_of_it(
-    dataset: TokenDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_trial: MakeTrial, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trial = Trial(dataset, tmp_path, error=TeacherLost("not reached"))
+    trial = make_trial(error=TeacherLost("not reached"))
 
     def torn(self: StudentOptimizer, *, lr: float) -> None:
         raise RuntimeError("torn")
@@ -185,12 +206,12 @@ def test_an_error_within_the_update_leaves_no_checkpoint_of_half_of_it(
 
 
 def test_a_disk_that_is_full_when_the_teacher_is_lost_hides_neither(
-    dataset: TokenDataset, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    make_trial: MakeTrial, caplog: pytest.LogCaptureFixture
 ) -> None:
     def full(now: Progress) -> None:
         raise CheckpointError("checkpoint of step 1 could not be written: No space left on device")
 
-    trial = Trial(dataset, tmp_path, error=TeacherLost("a: it was killed; b: not heard from"), save=full)
+    trial = make_trial(error=TeacherLost("a: it was killed; b: not heard from"), save=full)
     with pytest.raises(TeacherLost, match="a: it was killed; b: not heard from"):
         trial.loop.run()
     (said,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
@@ -215,12 +236,12 @@ class StoppingData(TokenDataset):
     ("evaluation", "taken"), [(0, 0), (1, 1), (2, 2)], ids=["before the first step", "between steps", "at the end"]
 )
 def test_a_signal_in_the_midst_of_an_evaluation_is_heeded_at_once(
-    dataset: TokenDataset, tmp_path: Path, evaluation: int, taken: int
+    make_trial: MakeTrial, dataset: TokenDataset, evaluation: int, taken: int
 ) -> None:
     """Each evaluation reads all samples, two at a time; the signal comes with the third sample of one of them."""
     held_out = StoppingData(dataset._parts, dataset.report)
     held_out.stop_after(evaluation * held_out.num_samples + 3)
-    trial = Trial(dataset, tmp_path, eval_data=held_out)
+    trial = make_trial(eval_data=held_out)
     with pytest.raises(Interrupted, match=f"stopped by SIGTERM after step {taken}"):
         trial.loop.run()
     assert held_out.left > -4, "no more than the microbatch under way was read"
@@ -247,9 +268,9 @@ class Poisoned:
 
 
 def test_a_step_whose_gradient_is_not_finite_is_not_taken_and_said_to_be_left_out_on_demand(
-    dataset: TokenDataset, tmp_path: Path
+    make_trial: MakeTrial,
 ) -> None:
-    trial = Trial(dataset, tmp_path)
+    trial = make_trial()
     poisoned = Poisoned(trial)
     with pytest.raises(
         Diverged, match=r"^step 2: the gradient norm is nan, .*; allowed: --resume with --max-left-out 1"
@@ -259,8 +280,10 @@ def test_a_step_whose_gradient_is_not_finite_is_not_taken_and_said_to_be_left_ou
     assert torch.equal(poisoned.parameter, poisoned.weights_after_step_one[0])
 
 
-def test_a_step_that_is_left_out_changes_nothing_and_is_counted(dataset: TokenDataset, tmp_path: Path) -> None:
-    trial = Trial(dataset, tmp_path, max_left_out=1)
+def test_a_step_that_is_left_out_changes_nothing_and_is_counted(
+    make_trial: MakeTrial, dataset: TokenDataset, tmp_path: Path
+) -> None:
+    trial = make_trial(max_left_out=1)
     poisoned = Poisoned(trial)
     trial.loop.run()
     assert torch.equal(poisoned.parameter, poisoned.weights_after_step_one[0])
@@ -272,10 +295,10 @@ def test_a_step_that_is_left_out_changes_nothing_and_is_counted(dataset: TokenDa
 
 
 def test_an_error_after_the_update_leaves_a_checkpoint_with_the_generators_of_that_step(
-    dataset: TokenDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_trial: MakeTrial, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "quiet").mkdir()
-    quiet, trial = Trial(dataset, tmp_path / "quiet"), Trial(dataset, tmp_path)
+    quiet, trial = make_trial(tmp_path / "quiet"), make_trial()
     start = capture_rng()
     quiet.loop.run()
     restore_rng(start)
@@ -290,14 +313,14 @@ def test_an_error_after_the_update_leaves_a_checkpoint_with_the_generators_of_th
     assert trial.saved[0][1] == quiet.rng_after_step_one[0]
 
 
-def test_how_many_were_left_out_in_a_row_is_part_of_where_a_run_is(dataset: TokenDataset, tmp_path: Path) -> None:
+def test_how_many_were_left_out_in_a_row_is_part_of_where_a_run_is(make_trial: MakeTrial) -> None:
     """A run that was ended and resumed in between is the run at once."""
     kept: list[Progress] = []
-    trial = Trial(dataset, tmp_path, max_left_out=1, save=lambda now: kept.append(dataclasses.replace(now)))
+    trial = make_trial(max_left_out=1, save=lambda now: kept.append(dataclasses.replace(now)))
     Poisoned(trial)
     trial.loop.run()
     assert kept[-1].steps_left_out_in_a_row == 1
-    resumed = Trial(dataset, tmp_path, max_left_out=1)
+    resumed = make_trial(max_left_out=1)
     resumed.loop.progress.steps_left_out_in_a_row = kept[-1].steps_left_out_in_a_row
     resumed.loop.progress.step = 0
     next(resumed.loop._module.parameters()).register_hook(lambda gradient: gradient * float("nan"))
@@ -305,10 +328,8 @@ def test_how_many_were_left_out_in_a_row_is_part_of_where_a_run_is(dataset: Toke
         resumed.loop.run()
 
 
-def test_the_flag_that_is_named_helps_also_where_more_were_left_out_than_it_allows(
-    dataset: TokenDataset, tmp_path: Path
-) -> None:
-    trial = Trial(dataset, tmp_path)
+def test_the_flag_that_is_named_helps_also_where_more_were_left_out_than_it_allows(make_trial: MakeTrial) -> None:
+    trial = make_trial()
     trial.loop.progress.steps_left_out_in_a_row = 3
     Poisoned(trial)
     next(trial.loop._module.parameters()).register_hook(lambda gradient: gradient * float("nan"))

@@ -8,7 +8,6 @@ make them from the fill's seq.
 from __future__ import annotations
 
 import contextlib
-import gc
 import hashlib
 import multiprocessing
 import os
@@ -17,7 +16,8 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,6 +26,7 @@ import torch
 
 from ring.core.errors import DisaggKDError, PeerLost
 from ring.core.messages import Description, FillId
+from tests.leaks import held
 from transport import registry
 from transport.contract import Arrival, Endpoint, Receiver, Sender, Ticket
 from transport.memory import POISON_BYTE, SlotArena, as_bytes
@@ -82,22 +83,9 @@ def wait_readable(*waited: Endpoint | Connection, timeout_s: float = 0.1) -> boo
     return bool(poller.poll(timeout_s * 1e3))
 
 
-def resources() -> dict[str, object]:
-    """What this process holds that could leak, once Python has let go of what it can."""
-    gc.collect()
-    return {
-        "descriptors": sorted(_descriptor_kinds()),
-        "threads": len(os.listdir("/proc/self/task")),
-        "slot mappings": sum("memfd:disaggkd" in line for line in Path("/proc/self/maps").read_text().splitlines()),
-        "socket directories": os.listdir(os.environ["XDG_RUNTIME_DIR"]),
-    }
-
-
-def _descriptor_kinds() -> Iterator[str]:
-    """What each open descriptor is, without the number that tells one socket from another."""
-    for fd in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # the listing's own
-            yield os.readlink(f"/proc/self/fd/{fd}").split(":[")[0]
+def resources() -> Counter[str]:
+    """What this process holds that could leak."""
+    return held(Path(os.environ["XDG_RUNTIME_DIR"]))
 
 
 def while_serving(receiver: Receiver, call: Callable[[], T]) -> T:
@@ -236,7 +224,7 @@ class Side:
         self.__dict__.clear()
         Side.__init__(self, requests)
 
-    def resources(self) -> dict[str, object]:
+    def resources(self) -> Counter[str]:
         return resources()
 
     def anonymous_bytes(self) -> int:

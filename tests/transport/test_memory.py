@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from ring.core.errors import ConfigError, LocalProtocolError
+from tests.leaks import expect_no_more, held
 from transport.memory import SlotArena, as_bytes, check_free_memory, free_in_group
 
 
@@ -22,8 +23,14 @@ def arena() -> Iterator[SlotArena]:
     made.close()
 
 
-def num_mappings() -> int:
-    return Path("/proc/self/maps").read_text().count("memfd:disaggkd")
+def slot_mappings() -> list[str]:
+    return [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:disaggkd" in line]
+
+
+def is_slot(address: int) -> bool:
+    """Whether a slot is mapped there."""
+    ranges = (line.split()[0].split("-") for line in slot_mappings())
+    return any(int(begin, 16) <= address < int(end, 16) for begin, end in ranges)
 
 
 def test_slots_are_whole_pages_and_views_are_aligned_and_share_memory(arena: SlotArena) -> None:
@@ -71,27 +78,28 @@ def test_a_slot_can_not_be_shrunk_under_the_one_who_reads_it(arena: SlotArena) -
 def test_a_forked_child_does_not_inherit_the_slots(arena: SlotArena) -> None:
     child = os.fork()
     if child == 0:
-        os._exit(num_mappings())
+        os._exit(len(slot_mappings()))
     _, status = os.waitpid(child, 0)
-    assert num_mappings() >= 3
+    assert len(slot_mappings()) >= 3
     assert os.waitstatus_to_exitcode(status) == 0
 
 
 def test_close_is_idempotent_and_memory_goes_with_its_last_view() -> None:
-    before_fds, before_mappings = len(os.listdir("/proc/self/fd")), num_mappings()
+    before = held()
     arena = SlotArena(3, 4096)
+    slots = [arena.view(slot, torch.uint8, (1,)).data_ptr() for slot in range(3)]
     view = arena.view(1, torch.float32, (4,))
     view.fill_(3.0)
     data = arena.buffer(2)
     arena.close()
     arena.close()
     assert view.tolist() == [3.0] * 4
-    assert num_mappings() == before_mappings + 2
+    assert [is_slot(address) for address in slots] == [False, True, True]
     with pytest.raises(LocalProtocolError, match="closed"):
         arena.view(1, torch.float32, (4,))
     del view, data
-    assert num_mappings() == before_mappings
-    assert len(os.listdir("/proc/self/fd")) == before_fds
+    assert not any(map(is_slot, slots))
+    expect_no_more(held, before)
 
 
 @pytest.mark.parametrize(("num_slots", "slot_bytes"), [(0, 4096), (-1, 4096), (1, 0)])
@@ -141,11 +149,10 @@ def few_descriptors(num_more: int) -> Iterator[None]:
 @pytest.mark.parametrize("num_more", [0, 1, 6, 7])
 def test_a_lack_of_descriptors_is_a_config_error_and_nothing_is_kept(num_more: int) -> None:
     SlotArena(1, 4096).close()  # the modules that this needs are open afterwards
-    before_fds, before_mappings = len(os.listdir("/proc/self/fd")), num_mappings()
+    before = held()
     with few_descriptors(num_more), pytest.raises(ConfigError, match="ulimit -n"):
         SlotArena(1000, 4096)
-    assert len(os.listdir("/proc/self/fd")) == before_fds
-    assert num_mappings() == before_mappings
+    expect_no_more(held, before)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.bool, torch.int32, torch.complex64])

@@ -373,23 +373,30 @@ def test_a_teacher_that_reads_no_acknowledgement_is_dropped(arena: SlotArena, mo
 
 @contextlib.contextmanager
 def wire(target: tuple[str, int], *, limit_bytes: int) -> Iterator[str]:
-    """An endpoint that forwards to the real one, and is cut once so many bytes went through."""
+    """An endpoint that forwards to the real one, and is cut once so many bytes went through or either side ended."""
     listener = socket.create_server(("127.0.0.1", 0))
 
     def forward() -> None:
         left_bytes = limit_bytes
-        with listener.accept()[0] as teacher, socket.create_connection(target) as student:
+        # Whoever ends may reset, and nobody may come at all: then the listener is shut down.
+        with contextlib.suppress(OSError), listener.accept()[0] as teacher, socket.create_connection(target) as student:
             while left_bytes > 0:
                 for end in select.select([teacher, student], [], [])[0]:
                     data = end.recv(min(left_bytes, 1 << 16))
+                    if not data:
+                        return
                     (student if end is teacher else teacher).sendall(data)
                     left_bytes -= len(data)
 
     thread = threading.Thread(target=forward)
-    thread.start()
     with listener:
-        yield f"tcp://127.0.0.1:{listener.getsockname()[1]}"
-        thread.join(HANG_GUARD_S)
+        thread.start()
+        try:
+            yield f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            thread.join(HANG_GUARD_S)
+        assert not thread.is_alive(), "the wire hangs"
 
 
 @pytest.mark.parametrize("limit_bytes", [1000, CHUNK_BYTES, 2 * CHUNK_BYTES + 5000])
