@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: setup demo demo-cluster demo-smollm test lint types imports unit test-slow prepare-rdma test-rdma soak soak-simulation soak-chaos soak-security bench report clean help
+.PHONY: setup demo demo-cluster demo-smollm test lint types imports unit test-slow prepare-rdma test-rdma soak soak-simulation soak-chaos soak-security soak-late bench report clean help
 
 VENV ?= .venv
 PY := $(VENV)/bin/python
@@ -65,7 +65,7 @@ test-rdma: setup ## the transport over real RDMA verbs, in a virtual machine wit
 	PYTHON=$(abspath $(PY)) tests/rdma/run.sh $(PYTEST_ARGS)
 
 # Each of these takes MINUTES; a new one is a line here and a target of its own.
-soak: soak-simulation soak-chaos soak-security ## what no test has tried yet, for MINUTES=10 each: new seeds of the simulator and of chaos, abuse of both sides, strangers
+soak: soak-simulation soak-chaos soak-security soak-late ## what no test has tried yet, for MINUTES=10 each: new seeds of the simulator and of chaos, abuse of both sides, strangers; and tests that look late
 
 MINUTES ?= 10
 
@@ -84,6 +84,10 @@ soak-security: setup
 		--hypothesis-seed=$$seed tests/security/test_strangers.py tests/security/test_decoders.py \
 		tests/security/test_heads.py tests/security/test_run_files.py tests/ring_core/test_codec.py; \
 		seed=$$((seed + 1)); done
+
+# Once, whatever MINUTES is: some ten on two cores.
+soak-late: setup
+	LATE_S=1 $(PY) -m pytest -n 2 --dist worksteal -m "not slow" tests/system tests/ranks tests/security tests/ucx
 
 bench: setup ## throughput and memory, printed against their targets
 	$(PY) -m bench all

@@ -24,6 +24,9 @@ from typing import Any
 REPOSITORY = Path(__file__).parents[2]
 #: No step of a test takes a tenth of this on a quiet machine; it only ends tests that hang.
 HANG_GUARD_S = 120.0
+#: Every wait ends that much late, as on a machine that had no time for the test just then: what a test asserts after it
+#: must be true still. `make soak-late` runs them so.
+LATE_S = float(os.environ.get("LATE_S", "0"))
 #: What must not depend on transport, layout, faults or restarts. The rest of a line is time, memory and traffic.
 CURVE_FIELDS = (
     "step",
@@ -190,6 +193,7 @@ class Command:
             assert self.poll() is None, f"it ended before {what}:\n{self.tail()}"
             assert time.monotonic() < deadline_s, f"waited {HANG_GUARD_S:g} s for {what}:\n{self.tail()}"
             time.sleep(0.002)
+        time.sleep(LATE_S)
 
     def until_held(self) -> None:
         """Until all its threads are stopped, by a signal or as `tests.system.dying_student` stops itself."""

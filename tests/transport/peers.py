@@ -265,6 +265,7 @@ class Peer:
 
     def __init__(self, *, in_thread: bool) -> None:
         self._connection, theirs = multiprocessing.Pipe()
+        self._senders: list[Sender] = []
         if in_thread:
             self._process = None
             self._thread = threading.Thread(target=_serve, args=(theirs,))
@@ -310,6 +311,7 @@ class Peer:
         sender = registry.load(backend).open_sender(
             description, num_slots=num_slots, slot_bytes=slot_bytes, timeout_s=HANG_GUARD_S
         )
+        self._senders.append(sender)
         self.start("anonymous_bytes")  # any request ends "accept"
         self.result()
         self.result()
@@ -335,6 +337,9 @@ class Peer:
         os.kill(self._process.pid, number)
 
     def end(self) -> None:
+        """And with it our senders to it, where the test did not come so far."""
+        for sender in self._senders:
+            sender.close()
         self._connection.close()
         if self._process is None:
             self._thread.join(HANG_GUARD_S)

@@ -9,7 +9,7 @@ import socket
 import stat
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -57,9 +57,21 @@ def peer() -> Iterator[Peer]:
     made.end()
 
 
+_opened: list[Sender] = []
+
+
+@pytest.fixture(autouse=True)
+def senders_end_with_their_test() -> Iterator[None]:
+    """Also where it fails half-way."""
+    yield
+    while _opened:
+        _opened.pop().close()
+
+
 def open_sender(description: Description, **changes: int) -> Sender:
     sizes = {"num_slots": NUM_SLOTS, "slot_bytes": SLOT_BYTES} | changes
-    return shm.open_sender(description, **sizes, timeout_s=HANG_GUARD_S)
+    _opened.append(shm.open_sender(description, **sizes, timeout_s=HANG_GUARD_S))
+    return _opened[-1]
 
 
 def test_the_socket_is_private_and_gone_once_the_teacher_is_there(receiver: Receiver, runtime: Path) -> None:
@@ -92,16 +104,15 @@ def test_a_wrong_token_gets_no_slot_and_the_right_one_still_does(receiver: Recei
 
 
 def test_strangers_that_say_nothing_do_not_keep_the_teacher_out(receiver: Receiver) -> None:
-    strangers = []
-    for _ in range(20):
-        strangers.append(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-        strangers[-1].connect(str(receiver.describe()["path"]))
-        assert receiver.poll() == []
-    sender = while_serving(receiver, lambda: open_sender(receiver.describe()))
-    for stranger in strangers:  # all of them are turned away by now
-        assert select.select([stranger], [], [], HANG_GUARD_S)[0]
-        stranger.close()
-    sender.close()
+    with ExitStack() as ends:
+        strangers = []
+        for _ in range(20):
+            strangers.append(ends.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)))
+            strangers[-1].connect(str(receiver.describe()["path"]))
+            assert receiver.poll() == []
+        while_serving(receiver, lambda: open_sender(receiver.describe()))
+        for stranger in strangers:  # all of them are turned away by now
+            assert select.select([stranger], [], [], HANG_GUARD_S)[0]
 
 
 @pytest.mark.case(56)
@@ -112,15 +123,16 @@ def test_a_teacher_that_dies_while_it_attaches_harms_no_slot(arena: SlotArena, r
         receiver.wait(timeout_s=HANG_GUARD_S)
     peer.has_been_killed()
     receiver.close()
-    other = Peer(in_thread=False)
-    again = shm.open_receiver(arena, bind_host="")
-    other.connect_to(again, arena, "shm")
-    again.arm(FillId(1, 1, 0), num_bytes=SLOT_BYTES)
-    other.start("put", FillId(1, 1, 0), SLOT_BYTES)
-    assert len(again.wait(timeout_s=HANG_GUARD_S)) == 1
-    assert digest(arena.buffer(0)) == payload_digest(1, SLOT_BYTES)
-    again.forget()
-    other.end()
+    with ExitStack() as ends:
+        other = Peer(in_thread=False)
+        ends.callback(other.end)
+        again = shm.open_receiver(arena, bind_host="")
+        ends.callback(again.forget)
+        other.connect_to(again, arena, "shm")
+        again.arm(FillId(1, 1, 0), num_bytes=SLOT_BYTES)
+        other.start("put", FillId(1, 1, 0), SLOT_BYTES)
+        assert len(again.wait(timeout_s=HANG_GUARD_S)) == 1
+        assert digest(arena.buffer(0)) == payload_digest(1, SLOT_BYTES)
 
 
 def test_a_path_that_is_too_long_for_a_unix_address_works(
@@ -190,16 +202,18 @@ def false_student(runtime: Path, fd: int) -> Iterator[Description]:
         listener.listen()
 
         def serve() -> None:
-            connection, _ = listener.accept()
-            with connection:
+            with suppress(OSError), listener.accept()[0] as connection:  # nobody may come, or may go in the middle
                 connection.recv(64)
                 connection.send(b"dkd1" + NUM_SLOTS.to_bytes(8, "little") + SLOT_BYTES.to_bytes(8, "little"))
                 socket.send_fds(connection, [b"dkd1"], [fd] * NUM_SLOTS)
 
         thread = threading.Thread(target=serve)
         thread.start()
-        yield {"path": path, "token": bytes(32)}
-        thread.join(HANG_GUARD_S)
+        try:
+            yield {"path": path, "token": bytes(32)}
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            thread.join(HANG_GUARD_S)
 
 
 def test_slots_that_could_shrink_under_the_teacher_are_refused(runtime: Path) -> None:
@@ -238,12 +252,14 @@ def test_a_teacher_without_descriptors_left_says_so_and_keeps_nothing(
 
     thread = threading.Thread(target=serve)
     thread.start()
-    with few_descriptors(num_more), pytest.raises(TransportError, match="ulimit -n"):
-        shm.open_sender(description, num_slots=200, slot_bytes=4096, timeout_s=HANG_GUARD_S)
-    receiver_thread_done.set()
-    thread.join(HANG_GUARD_S)
-    receiver.forget()
-    wide.close()
+    try:
+        with few_descriptors(num_more), pytest.raises(TransportError, match="ulimit -n"):
+            shm.open_sender(description, num_slots=200, slot_bytes=4096, timeout_s=HANG_GUARD_S)
+    finally:
+        receiver_thread_done.set()
+        thread.join(HANG_GUARD_S)
+        receiver.forget()
+        wide.close()
     expect_no_more(lambda: held(runtime), before)
 
 

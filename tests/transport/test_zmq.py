@@ -53,8 +53,21 @@ def receiver(arena: SlotArena, request: pytest.FixtureRequest) -> Iterator[Recei
     made.forget()
 
 
+_opened: list[Sender] = []
+
+
+@pytest.fixture(autouse=True)
+def senders_end_with_their_test() -> Iterator[None]:
+    """Also where it fails half-way."""
+    yield
+    while _opened:
+        _opened.pop().close()
+
+
 def open_sender(description: Description, *, num_slots: int = NUM_SLOTS, timeout_s: float = HANG_GUARD_S) -> Sender:
-    return zmq_tcp.open_sender(description, num_slots=num_slots, slot_bytes=SLOT_BYTES, timeout_s=timeout_s)
+    sender = zmq_tcp.open_sender(description, num_slots=num_slots, slot_bytes=SLOT_BYTES, timeout_s=timeout_s)
+    _opened.append(sender)
+    return sender
 
 
 def assert_works(receiver: Receiver, sender: Sender, arena: SlotArena) -> None:
@@ -237,10 +250,9 @@ def test_a_student_that_goes_right_after_the_handshake_blocks_nobody() -> None:
 @pytest.fixture
 def rogue(receiver: Receiver) -> Iterator[Link]:
     """A link that has the token and was greeted, and then says what it likes."""
-    link = Link()
-    let_in(link, receiver)
-    yield link
-    link.close()
+    with contextlib.closing(Link()) as link:
+        let_in(link, receiver)
+        yield link
 
 
 def let_in(link: Link, receiver: Receiver) -> None:
@@ -351,9 +363,10 @@ def test_a_teacher_that_reads_no_acknowledgement_is_dropped(arena: SlotArena, mo
 
     monkeypatch.setattr(zmq_tcp, "bind", bind_with_little_room)
     receiver = zmq_tcp.open_receiver(arena, bind_host="127.0.0.1")
-    rogue = Link()
+    ends = contextlib.ExitStack()
+    ends.callback(receiver.forget)
+    rogue = ends.enter_context(contextlib.closing(Link()))
     rogue.socket.setsockopt(zmq.RCVBUF, 4096)
-    let_in(rogue, receiver)
 
     def flood() -> None:
         until_s = time.monotonic() + HANG_GUARD_S
@@ -362,10 +375,10 @@ def test_a_teacher_that_reads_no_acknowledgement_is_dropped(arena: SlotArena, mo
                 rogue.socket.send(announce(1, FILL, 0), zmq.NOBLOCK)
             assert receiver.poll() == []
 
-    with pytest.raises(PeerLost, match="does not read its acknowledgements, 4097 of them"):
-        flood()
-    rogue.close()
-    receiver.forget()
+    with ends:
+        let_in(rogue, receiver)
+        with pytest.raises(PeerLost, match="does not read its acknowledgements, 4097 of them"):
+            flood()
 
 
 # ---- the wire

@@ -165,6 +165,17 @@ def test_a_process_or_an_address_that_is_none_is_refused(
         ucx.open_sender(description, num_slots=2, slot_bytes=4 * MIB, timeout_s=HANG_GUARD_S)
 
 
+_opened: list[Link | ucx.UcxSender] = []
+
+
+@pytest.fixture(autouse=True)
+def senders_end_with_their_test() -> Iterator[None]:
+    """Also where it fails half-way."""
+    yield
+    while _opened:
+        _opened.pop().close()
+
+
 def as_teacher(channel: tuple[SlotArena, UcxReceiver], *, pid: int | None = None) -> Link:
     """The bare link of somebody who knows the token, and says what a teacher would not. It has greeted."""
     arena, receiver = channel
@@ -173,6 +184,7 @@ def as_teacher(channel: tuple[SlotArena, UcxReceiver], *, pid: int | None = None
     assert isinstance(token, bytes)
     assert isinstance(address, bytes)
     link = Link(token, listens=TO_TEACHER, speaks=TO_STUDENT, local_host="127.0.0.1")
+    _opened.append(link)
     link.connect(address, host="elsewhere", pid=os.getpid())
     greeting = GREETING.pack(KIND_GREETING, MAGIC, arena.num_slots, arena.slot_bytes)
     who = WHO.pack(host_id().encode(), os.getpid() if pid is None else pid)
@@ -258,10 +270,12 @@ def test_slots_of_another_size_are_refused(channel: tuple[SlotArena, UcxReceiver
 def open_here(channel: tuple[SlotArena, UcxReceiver]) -> ucx.UcxSender:
     """The teacher of a channel whose student is in this process too."""
     arena, receiver = channel
-    return while_serving(
+    sender = while_serving(
         receiver,
         lambda: ucx.open_sender(receiver.describe(), num_slots=2, slot_bytes=arena.slot_bytes, timeout_s=HANG_GUARD_S),
     )
+    _opened.append(sender)
+    return sender
 
 
 def poll_until_lost(sender: ucx.UcxSender, receiver: UcxReceiver) -> None:
@@ -337,15 +351,17 @@ def test_a_sender_closes_and_leaks_nothing_while_its_student_is_stopped_in_the_m
 
     def life() -> None:
         student = Peer(in_thread=False)
-        sender = student.accept("ucx", num_slots=2, slot_bytes=4 * MIB)
-        student.call("arm", [FillId(seq, 1, seq) for seq in range(2)], 4 * MIB)
-        student.stop()
-        for seq in range(2):
-            sender.put(FillId(seq, 1, seq), header=b"", parts=[payload(seq, 4 * MIB)])
-        assert sender.poll() == []
-        sender.close()
-        student.kill()
-        student.end()
+        try:
+            sender = student.accept("ucx", num_slots=2, slot_bytes=4 * MIB)
+            student.call("arm", [FillId(seq, 1, seq) for seq in range(2)], 4 * MIB)
+            student.stop()
+            for seq in range(2):
+                sender.put(FillId(seq, 1, seq), header=b"", parts=[payload(seq, 4 * MIB)])
+            assert sender.poll() == []
+            sender.close()
+            student.kill()
+        finally:
+            student.end()
 
     life()
     before = resources()
