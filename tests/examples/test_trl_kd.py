@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,15 @@ CHATS = [
     {"messages": [{"role": "user", "content": f"What is slot {i}?"}, {"role": "assistant", "content": "A place. " * i}]}
     for i in range(1, 5)
 ]
+
+
+@pytest.fixture(autouse=True)
+def nothing_goes_on_behind_a_test() -> Iterator[None]:
+    """A trainer of TRL reports to the hub from a thread, unless tests/conftest.py has said that there is no hub."""
+    before = set(threading.enumerate())
+    yield
+    left = set(threading.enumerate()) - before
+    assert [thread for thread in left if type(thread).__name__ != "TMonitor"] == [], "tqdm's speaks to nobody"
 
 
 def gradients(trainer: GKDTrainer, num_items: int | None) -> tuple[torch.Tensor, list[torch.Tensor]]:
