@@ -42,8 +42,8 @@ class ChannelOptions:
 @dataclass(kw_only=True)
 class Replica:
     """What the pump knows of one replica, between and during sessions. `welcome`: what it said of itself last.
-    `leaving`: its session is over but for the fills that it brought before, or for its last word; nothing is said to it
-    any more. `arrived`: fills that are whole, and that the machine was not told of yet."""
+    `leaving`: its session is over but for the fills that it brought before; nothing is said to it any more. `arrived`:
+    fills that are whole, and that the machine was not told of yet."""
 
     name: str
     open_link: LinkOpener

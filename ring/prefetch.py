@@ -6,6 +6,7 @@ Slots are host memory that the trainer reads in place. The trainer's thread wait
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ from ring.lease import Event, Lease
 from ring.pump import Pump
 from ring.session import Needs
 from transport.memory import SlotArena
+
+logger = logging.getLogger(__name__)
 
 #: How often a thread that waits looks for idle work.
 IDLE_WORK_POLL_S = 0.002
@@ -103,16 +106,23 @@ class Ring:
 
         Raises ConfigError: two serve different models, and only chance made one of them the run's. Raises TeacherLost.
         """
-        pump = self._pump
+        pump, has_told = self._pump, False
         start_s = time.monotonic()
         with pump.changed:
             while any(replica.is_unknown for replica in pump.replicas.values()):
                 self._raise_failure()
-                is_awaited = any(replica.is_silent for replica in pump.replicas.values())
-                left_s = start_s + (silent_s if is_awaited else absent_s) - time.monotonic()
-                if left_s <= 0:
+                silent = [replica.name for replica in pump.replicas.values() if replica.is_silent]
+                so_far_s = time.monotonic() - start_s
+                if so_far_s >= (silent_s if silent else absent_s):
                     break
-                self._wait(min(left_s, 0.1))  # nobody wakes us when one is connected to
+                if so_far_s >= absent_s and not has_told:
+                    has_told = True
+                    logger.info(
+                        "%s: somebody is there and has not said yet what it serves; waiting for %g s at most",
+                        ", ".join(silent),
+                        silent_s,
+                    )
+                self._wait(0.1)  # nobody wakes us when one is connected to
             found = {r.name: r.welcome for r in pump.replicas.values() if r.welcome is not None}
         if len({welcome.fingerprint for welcome in found.values()}) > 1:
             named = "; ".join(f"{name} serves {said.model} ({said.fingerprint})" for name, said in found.items())

@@ -169,14 +169,13 @@ class Pump:
                     return False
                 replica.session = Session(replica.open_link(), self._hello)
                 return True
-            if replica.leaving:
+            if session.ending is not None:
                 return self._hear_out(replica, session, now_s)
             busy = self._take_messages(replica, session, now_s)
             try:
                 return busy | self._take_fills(replica, session, now_s)
             except TransportError as error:
-                session.channel_ended(str(error), now_s=now_s)
-                self._leave(replica, now_s)
+                self._lose_channel(replica, session, str(error), now_s)
         except ConfigError as error:
             self._take_refusal(replica, error, now_s)
         except (TransportError, RemoteProtocolError) as error:
@@ -303,7 +302,9 @@ class Pump:
         of a teacher; and once the machine knows that the replica is down, none of it is accepted any more."""
         session, until_s = replica.session, time.monotonic() + LAST_FILLS_S
         if session is not None and replica.up and self.machine is not None:
-            self._leave(replica, now_s)
+            replica.leaving = True
+            with self.lock:
+                self.machine.leaving(replica.name, now_s=now_s)
             with contextlib.suppress(TransportError):
                 # Once at least: time may pass before the first look.
                 while self._take_fills(replica, session, now_s) or session.may_have_more():
@@ -312,11 +313,11 @@ class Pump:
         if replica.session is session:  # a wrong one among them has ended it already
             self._end_session(replica, error, now_s, backoff_s=backoff_s)
 
-    def _leave(self, replica: Replica, now_s: float) -> None:
-        replica.leaving = True
-        if self.machine is not None:
-            with self.lock:
-                self.machine.leaving(replica.name, now_s=now_s)
+    def _lose_channel(self, replica: Replica, session: Session, error: str, now_s: float) -> None:
+        """No fill can come any more. Why, the replica may have said over its link: that is heard out."""
+        was_up = replica.up
+        self._give_up(replica, error, now_s)
+        self._fences.add(session.end_channel(error, was_up=was_up, now_s=now_s))
 
     def _hear_out(self, replica: Replica, session: Session, now_s: float) -> bool:
         error = session.last_word(now_s=now_s)
@@ -326,13 +327,22 @@ class Pump:
 
     def _end_session(self, replica: Replica, error: str, now_s: float, *, backoff_s: float | None = None) -> None:
         """Close what is left of the session; its fills go to the others. The replica is tried again later."""
-        error = error.removeprefix(f"{replica.name}: ")
-        self._attention.moved(replica.name)
-        replica.last_error = error
+        session, error = replica.session, error.removeprefix(f"{replica.name}: ")
         replica.retry_at_s = now_s + (backoff_s or replica.backoff_s)
         replica.backoff_s = min(replica.backoff_s * 2, RECONNECT_MAX_S)
-        if replica.up:
+        if replica.up or (session is not None and session.ending is not None and session.ending.was_up):
             logger.warning("replica lost: %s: %s", replica.name, error)
+        self._give_up(replica, error, now_s)
+        replica.session = None
+        if session is not None:
+            self._fences.add(session.close())
+        with self.lock:
+            self.changed.notify_all()
+
+    def _give_up(self, replica: Replica, error: str, now_s: float) -> None:
+        """Its fills go to the others. While its receiver is still there, so that it can say which are fenced."""
+        self._attention.moved(replica.name)
+        replica.last_error = error
         replica.up = replica.leaving = False
         if replica.session is not None:
             self._count_late(replica, replica.session, now_s)
@@ -340,13 +350,7 @@ class Pump:
             # Also of one that did not come up: the machine names its last error when the run is lost.
             with self.lock:
                 self._actions.extend(self.machine.replica_down(replica.name, error=error, now_s=now_s))
-            # While the receiver is still there, so that it can say which fills are fenced.
             self._carry_out(now_s)
-        session, replica.session = replica.session, None
-        if session is not None:
-            self._fences.add(session.close())
-        with self.lock:
-            self.changed.notify_all()
 
     def _collect_fences(self, served: Sequence[Replica], now_s: float) -> bool:
         machine = self.machine
@@ -415,6 +419,7 @@ class Pump:
     def _sleep(self) -> None:
         now_s = time.monotonic()
         until = [r.retry_at_s for r in self.replicas.values() if r.session is None and self.failure is None]
+        until += [r.session.ending.until_s for r in self.replicas.values() if r.session and r.session.ending]
         with self.lock:
             if self.machine is not None and (deadline_s := self.machine.next_deadline_s()) is not None:
                 until.append(deadline_s)

@@ -38,9 +38,9 @@ from transport.memory import SlotArena
 from transport.registry import choose, load
 
 #: The two connections of a session are read apart: a teacher that says goodbye and ends is seen to end first or heard
-#: first. One that was killed loses both at once; only where nothing but the data channel broke is this time spent.
+#: first. One that was killed loses both at once. Its fills are others' by then: only the next attempt to connect waits.
 LAST_WORD_S = 2.0
-#: Messages of a turn that are looked through for it.
+#: Whoever says more than this and no goodbye has no last word.
 MAX_LAST_MESSAGES = 256
 
 logger = logging.getLogger(__name__)
@@ -101,9 +101,11 @@ class Needs:
 
 @dataclass(frozen=True)
 class Ending:
-    """Of a session whose data channel is over: what the channel said; how long the teacher's own word is awaited."""
+    """Of a session whose data channel is over: what the channel said, whether the replica was up, and how long the
+    teacher's own word is awaited."""
 
     error: str
+    was_up: bool
     until_s: float
 
 
@@ -122,7 +124,8 @@ class Session:
         self._receiver: Receiver | None = None
         self._dropped = 0
         self._num_pings = 0
-        self._ending: Ending | None = None
+        #: Set by `end_channel`; then there is nothing left of the session but its last word.
+        self.ending: Ending | None = None
         try:
             link.send(hello)
         except BaseException:
@@ -252,28 +255,32 @@ class Session:
     def fenced(self) -> list[FillId]:
         return [] if self._receiver is None else self._receiver.poll_fenced()
 
-    def channel_ended(self, error: str, *, now_s: float) -> None:
-        """The data channel is over, and with it the session. Why, the teacher may have said ahead of that, over the
-        other one: see `last_word`."""
-        self._ending = Ending(error, until_s=now_s + LAST_WORD_S)
+    def end_channel(self, error: str, *, was_up: bool, now_s: float) -> Receiver | None:
+        """The data channel is over, and with it the session, but for what `last_word` may hear. Returns the closed
+        receiver: its fences may still be pending."""
+        self.ending = Ending(error, was_up=was_up, until_s=now_s + LAST_WORD_S)
+        receiver, self._receiver = self._receiver, None
+        if receiver is not None:
+            receiver.close()
+        return receiver
 
     def last_word(self, *, now_s: float) -> str | None:
-        """Why the session that `channel_ended` ends; None: the teacher may still say it."""
-        assert self._ending is not None
+        """Why the session ends whose channel has ended; None: the teacher may still say it."""
+        ending = self.ending
+        assert ending is not None
         try:
             for _ in range(MAX_LAST_MESSAGES):
                 message = self.link.recv()
                 if isinstance(message, Goodbye):
-                    return farewell(message)
+                    return f"{farewell(message)} ({ending.error})"
                 if message is None:
-                    break
-        except DisaggKDError:  # the link is over as well
-            return self._ending.error
-        return None if now_s < self._ending.until_s else self._ending.error
+                    return None if now_s < ending.until_s else ending.error
+        except DisaggKDError:
+            pass  # the link is over as well
+        return ending.error
 
     def wait_fds(self) -> tuple[int, ...]:
-        # A channel that has ended stays readable.
-        data_fds = () if self._receiver is None or self._ending is not None else self._receiver.wait_fds()
+        data_fds = () if self._receiver is None else self._receiver.wait_fds()
         return (*self.link.wait_fds(), *data_fds)
 
     def close(self) -> Receiver | None:

@@ -239,6 +239,8 @@ class TeacherService:
                 case RemoteProtocolError():
                     raise message
                 case Hello() if student is None:
+                    for former in self._students.done_with(message):
+                        self._drop(former.name, former.shortcoming, now_s, say=False)
                     for former in self._students.in_the_way_of(message):
                         self._drop(former.name, "it came back over another connection", now_s)
                     answer = self._students.greet(name, message, draining=self._draining, now_s=now_s)
@@ -251,7 +253,10 @@ class TeacherService:
                 case Pong():
                     pass
                 case Goodbye():
-                    self._drop(name, message.reason, now_s, say=False)
+                    reason = message.reason
+                    if student is not None and student.ending is not None:
+                        reason += f" ({student.ending})"
+                    self._drop(name, reason, now_s, say=False)
                 case _ if student is not None and student.ending is not None:
                     pass  # said before it knew that its channel is gone
                 case Offer() if student is not None and student.offer is None:

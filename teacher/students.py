@@ -135,6 +135,18 @@ class Students:
         who = (hello.run, hello.rank, hello.epoch)
         return [one for one in self if (one.hello.run, one.hello.rank, one.hello.epoch) == who]
 
+    def done_with(self, hello: Hello) -> list[Student]:
+        """Students whose channel has ended and whose last word is awaited no longer, now that somebody says hello: the
+        same one in a former session, and all that are more than there are places."""
+        ending = [one for one in self if one.ending is not None]
+        num_too_many = max(0, len(ending) - self._config.max_students)
+        who = (hello.run, hello.rank, hello.epoch)
+        return [
+            one
+            for place, one in enumerate(ending)
+            if place < num_too_many or (one.hello.run, one.hello.rank, one.hello.epoch) == who
+        ]
+
     @property
     def _num_places(self) -> int:
         """Students, and those that left while their channel was being opened: each has a thread and a socket yet. Of
@@ -215,6 +227,7 @@ class Students:
         if student.sender is not None:
             self._close(student.sender)
         student.sender, student.ending, student.expires_s = None, error, now_s + LAST_WORD_S
+        student.offer = None  # as long as a student likes
         student.tickets.clear()
 
     def remove(self, name: str) -> Student | None:

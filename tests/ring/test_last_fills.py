@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -311,10 +312,13 @@ def test_a_goodbye_that_is_heard_after_the_channel_ended_is_the_reason(
     with ring_to(backend, [first, second]) as ring:
         for seq in range(2):
             ring.submit(seq, request_of(seq))
-        wait_until(lambda: ring._pump.replicas["replica 0"].leaving, "the end of the channel")
+        replica = ring._pump.replicas["replica 0"]
+        wait_until(lambda: replica.session is not None and replica.session.ending is not None, "the channel's end")
+        assert ring.stats().machine.replicas[0].state == "down", "its requests are the others' at once"
         first.inbox.append(Goodbye(reason="closing"))
         take(ring, range(2))
-        assert ring.stats().machine.replicas[0].last_error == "it said goodbye: closing"
+        last_error = ring.stats().machine.replicas[0].last_error
+        assert re.fullmatch(r"it said goodbye: closing \(the teacher closed .*\)", last_error)
         assert len(second.asked) == 1
 
 

@@ -59,7 +59,7 @@ def test_a_run_whose_only_teacher_goes_is_lost_and_says_what_the_teacher_said(mo
     with Teacher(model) as first, open_ring(model, first, nobody) as ring:
         consume(ring, model, range(4))
         first.close()
-        wait_until(lambda: ring.stats().machine.replicas[0].state == "down", "its goodbye")
+        wait_until(lambda: "it said goodbye" in ring.stats().machine.replicas[0].last_error, "its goodbye")
         set_limits(ring, teacher_timeout_s=SHORT_S)
         ring.submit(4, request_of(4))
         with pytest.raises(TeacherLost) as lost:

@@ -49,7 +49,6 @@ if TYPE_CHECKING:
 
 RECONNECT_MIN_S, RECONNECT_MAX_S = 0.25, 5.0
 HANDSHAKE_TIMEOUT_S = 10.0
-LAST_WORD_S = 2.0
 
 
 class Phase(enum.Enum):
@@ -170,8 +169,6 @@ class StudentLife(Process):
             return
         name, now_s = session.replica, self.clock.now_s
         assert session.connection is not None
-        if session.leaving and not isinstance(message, Goodbye):
-            return
         if session.phase is Phase.READY:
             self.machine.heard(name, now_s=now_s)
         match message:
@@ -245,14 +242,6 @@ class StudentLife(Process):
                 crc=session.crc,
             )
         )
-
-    def _hear_out(self, session: Session, error: str) -> None:
-        """As ring.pump: the data channel ended, and the replica may have said why over the connection."""
-        if session.closed or session.leaving:
-            return
-        session.leaving = True
-        self.machine.leaving(session.replica, now_s=self.clock.now_s)
-        self.later(LAST_WORD_S, lambda: self._lose_session(session, error))
 
     def _lose_session(self, session: Session, error: str) -> None:
         """As ring.pump: what was whole before the end is taken first, and nothing more is asked meanwhile."""
@@ -330,8 +319,8 @@ class StudentLife(Process):
                     self.counts.late += late
                     self._actions.extend(self.machine.came_late(session.replica, late, now_s=self.clock.now_s))
                     self._carry_out()
-                if receiver.lost is not None:
-                    self._hear_out(session, receiver.lost)
+                if receiver.lost is not None and not session.closed:
+                    self._lose_session(session, receiver.lost)
                 return
 
     def receivers(self) -> list[Receiver]:
