@@ -28,7 +28,7 @@ from tests.ranks.conftest import NUM_STEPS, StartWorld
 from tests.ranks.test_runs import assert_same_curve
 from tests.ranks.world import World
 from tests.system.conftest import Inputs, Start
-from tests.system.processes import Command, check_refusal, curve, environment, holding, is_held
+from tests.system.processes import Command, check_refusal, curve, environment, holding, is_held, parking
 
 HALF = NUM_STEPS // 2
 #: With a checkpoint every other step, that of step 2 is whole by then: that of step 4 waited for it.
@@ -132,7 +132,12 @@ def test_fills_of_the_former_generation_are_refused(
     world.first.until_held_at(CHECKPOINTED)
     assert world.first.checkpoints
     kill(world)
-    again = start_world(*flags, size=2, restarts=1)
+    again = start_world(*flags, size=2, restarts=1, command=parking(HALF))
+    again.first.until_parked_at(HALF)  # and the other one can't go on without it
+    for rank in again:
+        rank.until(lambda: f"replica up: {confused.endpoint}" in rank.errors, "both are there")  # noqa: B023
+    for rank in again:
+        rank.drive_on()
     again.succeed()
     assert_same_curve(again.out, one_rank_curve)
     assert again.summary["drops_by_cause"]["wrong_epoch"] > 0

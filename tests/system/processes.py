@@ -279,7 +279,7 @@ class Student(Command):
         self.until(lambda: self.steps_taken >= step, f"step {step}")
 
     def until_held_at(self, step: int) -> None:
-        self.until_held()
+        self.until(lambda: self.steps_taken >= step and is_held(self.pid), f"it held still at step {step}")
         assert self.steps_taken == step
 
     def until_parked_at(self, seq: int) -> None:
