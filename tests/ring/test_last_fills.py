@@ -323,6 +323,28 @@ def test_a_goodbye_that_is_heard_after_the_channel_ended_is_the_reason(
 
 
 @pytest.mark.parametrize("backend", ["local", "shm"])
+def test_what_was_asked_of_a_replica_whose_channel_ended_goes_to_another_at_once(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether it still says why or not."""
+    monkeypatch.setattr("ring.session.LAST_WORD_S", 10 * HANG_GUARD_S)
+
+    def end(link: Script, request: Request) -> None:
+        link.sender.close()
+
+    ending, other = Script(end), Script(lambda link, request: link.fill(request))
+    with ring_to(backend, [ending], [other]) as ring:
+        all_up(ring)
+        seq = 0
+        while not ending.asked:  # whichever is asked first
+            ring.submit(seq, request_of(seq))
+            take(ring, range(seq, seq + 1))
+            seq += 1
+        assert is_down(ring)
+        assert len(ending.asked) + len(other.asked) == seq + 1, "one was asked twice"
+
+
+@pytest.mark.parametrize("backend", ["local", "shm"])
 @pytest.mark.parametrize("link_breaks", [True, False])
 def test_a_channel_that_ends_without_a_word_ends_the_session(
     backend: str, link_breaks: bool, monkeypatch: pytest.MonkeyPatch

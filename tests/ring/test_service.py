@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import threading
 from collections.abc import Iterator, Sequence
@@ -12,6 +13,7 @@ import torch
 import zmq
 
 from ring.control import ZmqLink
+from ring.core.actions import DropReplica
 from ring.core.errors import RemoteProtocolError, TeacherLost
 from ring.core.messages import FillId, Goodbye, HeadRequest, Message, RefusalCode, Refused, Request, TokenRequest
 from ring.core.stats import RetryCause
@@ -413,6 +415,38 @@ def test_a_student_whose_channel_ends_without_a_word_has_left(
             assert answer.reason in left(caplog)
         finally:
             gone.close()
+
+
+def test_of_students_whose_channel_has_ended_few_are_remembered_and_nothing_is_held(
+    model: TeacherModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else whoever ends its channel and comes again as somebody else has the teacher keep any number of offers."""
+    monkeypatch.setattr("teacher.students.LAST_WORD_S", HANG_GUARD_S)
+    with Teacher(model, max_students=2) as asked, contextlib.ExitStack() as visits:
+        for _ in range(8):
+            visitor = SlowReader(asked, model, num_slots=1, transport="shm")
+            visits.callback(visitor.close)
+            assert visitor.session._receiver is not None
+            visitor.session._receiver.close()
+            wait_until(lambda: asked.service.stats().students == 0, "the end of its channel")
+            students = list(asked.service._students)
+            assert len(students) <= 3, "as many as there are places, and the last one"
+            assert [(one.offer, one.sender, one.tickets) for one in students] == [(None, None, {})] * len(students)
+
+
+def test_a_student_that_comes_back_has_left_before_it_joins(
+    model: TeacherModel, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level("INFO")
+    monkeypatch.setattr("teacher.students.LAST_WORD_S", HANG_GUARD_S)
+    with Teacher(model, max_students=1) as asked, open_ring(model, asked, transport="shm") as ring:
+        consume(ring, model, range(3))
+        ring._pump.post([DropReplica(asked.endpoint, "a wrong answer")])
+        wait_until(lambda: ring.stats().machine.replicas[0].num_joins == 2, "the next session")
+        consume(ring, model, range(3, 6))
+        told = [r.getMessage() for r in caplog.records if r.name.startswith("teacher")]
+        words = [word for line in told for word in ("joined", "left") if f" {word}" in line]
+        assert words[:2] == ["joined", "left"], "what comes after may be more than it tells in a second"
 
 
 def test_news_between_looking_for_work_and_waiting_for_it_is_not_missed(model: TeacherModel) -> None:
