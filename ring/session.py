@@ -242,7 +242,9 @@ class Session:
 
     def newly_dropped(self) -> int:
         """Payloads since the last call that came whole and that nobody waited for any more."""
-        before, self._dropped = self._dropped, 0 if self._receiver is None else self._receiver.dropped
+        if self._receiver is None:
+            return 0
+        before, self._dropped = self._dropped, self._receiver.dropped
         return self._dropped - before
 
     def checksum(self, arrival: Arrival) -> int | None:

@@ -324,7 +324,7 @@ class TeacherService:
         self._forget_unwanted()
 
     def _part(self, student: Student, error: str, now_s: float) -> None:
-        """Its channel ended, and so its session; what it says of that is awaited before anybody is told."""
+        """Its channel ended, and so its session. It is told at once; why, as it says itself, is awaited for the log."""
         self._port.send(student.name, Goodbye(reason=error[:512]))
         self._students.channel_ended(student, error, now_s=now_s)
         self._actions.extend(self._machine.student_left(student.name, now_s=now_s))

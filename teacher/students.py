@@ -66,6 +66,11 @@ class Student:
     #: Puts under way: which fill, and how many bytes of states it keeps alive.
     tickets: dict[Ticket, tuple[FillId, int]] = field(default_factory=dict)
 
+    def is_of(self, hello: Hello) -> bool:
+        """Whether the very same process says hello again."""
+        own = self.hello
+        return (own.run, own.rank, own.epoch) == (hello.run, hello.rank, hello.epoch)
+
     @property
     def shortcoming(self) -> str:
         """What it is dropped for once it is overdue."""
@@ -132,20 +137,14 @@ class Students:
         a session for one side only; this one would be silent for a long time before it was dropped."""
         if self._num_places < self._config.max_students:
             return []
-        who = (hello.run, hello.rank, hello.epoch)
-        return [one for one in self if (one.hello.run, one.hello.rank, one.hello.epoch) == who]
+        return [one for one in self if one.is_of(hello)]
 
     def done_with(self, hello: Hello) -> list[Student]:
         """Students whose channel has ended and whose last word is awaited no longer, now that somebody says hello: the
         same one in a former session, and all that are more than there are places."""
         ending = [one for one in self if one.ending is not None]
-        num_too_many = max(0, len(ending) - self._config.max_students)
-        who = (hello.run, hello.rank, hello.epoch)
-        return [
-            one
-            for place, one in enumerate(ending)
-            if place < num_too_many or (one.hello.run, one.hello.rank, one.hello.epoch) == who
-        ]
+        num_too_many = len(ending) - self._config.max_students
+        return [one for place, one in enumerate(ending) if place < num_too_many or one.is_of(hello)]
 
     @property
     def _num_places(self) -> int:
@@ -227,7 +226,7 @@ class Students:
         if student.sender is not None:
             self._close(student.sender)
         student.sender, student.ending, student.expires_s = None, error, now_s + LAST_WORD_S
-        student.offer = None  # as long as a student likes
+        student.offer = None  # which may be a megabyte long
         student.tickets.clear()
 
     def remove(self, name: str) -> Student | None:

@@ -270,8 +270,20 @@ def test_nothing_more_is_asked_of_a_replica_whose_session_ends(backend: str) -> 
         assert len(link.asked) == 2
 
 
+def say_goodbye(link: Script) -> None:
+    link.inbox.append(Goodbye(reason="closing"))
+
+
+def end_the_channel(link: Script) -> None:
+    link.sender.close()
+
+
 @pytest.mark.parametrize("backend", ["local", "shm"])
-def test_late_fills_that_come_with_the_end_of_their_session_are_counted(backend: str) -> None:
+@pytest.mark.parametrize("end", [say_goodbye, end_the_channel], ids=lambda end: end.__name__)
+def test_late_fills_that_come_with_the_end_of_their_session_are_counted_once(
+    backend: str, end: Callable[[Script], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ring.session.LAST_WORD_S", 0.0)
     slow, quick = Script(lambda link, request: None), Script(lambda link, request: link.fill(request))
     with ring_to(backend, [slow], [quick], depth=1) as ring:
         all_up(ring)
@@ -288,8 +300,8 @@ def test_late_fills_that_come_with_the_end_of_their_session_are_counted(backend:
         with ring._pump.lock:
             for request in slow.asked:
                 slow.fill(request)
-            slow.inbox.append(Goodbye(reason="closing"))
-        wait_until(lambda: is_down(ring), "the end of the session")
+            end(slow)
+        wait_until(lambda: ring._pump.replicas["replica 0"].session is None, "the end of the session")
         stats = ring.stats().machine
         assert stats.drops_by_cause[DropCause.LATE] == len(slow.asked) == 1
         wait_until(lambda: ring.stats().machine.num_quarantined == 0, "the slot")

@@ -17,6 +17,7 @@ import torch
 
 from ring.core.errors import ConfigError, DeadlineExceeded, PeerLost, RemoteProtocolError, TransportError
 from ring.core.messages import Description, FillId
+from tests.endings import ends_with_its_test
 from tests.leaks import expect_no_more, held
 from tests.transport.peers import HANG_GUARD_S, Peer, digest, payload_digest, wait_readable, while_serving
 from tests.transport.test_memory import few_descriptors
@@ -57,21 +58,9 @@ def peer() -> Iterator[Peer]:
     made.end()
 
 
-_opened: list[Sender] = []
-
-
-@pytest.fixture(autouse=True)
-def senders_end_with_their_test() -> Iterator[None]:
-    """Also where it fails half-way."""
-    yield
-    while _opened:
-        _opened.pop().close()
-
-
 def open_sender(description: Description, **changes: int) -> Sender:
     sizes = {"num_slots": NUM_SLOTS, "slot_bytes": SLOT_BYTES} | changes
-    _opened.append(shm.open_sender(description, **sizes, timeout_s=HANG_GUARD_S))
-    return _opened[-1]
+    return ends_with_its_test(shm.open_sender(description, **sizes, timeout_s=HANG_GUARD_S))
 
 
 def test_the_socket_is_private_and_gone_once_the_teacher_is_there(receiver: Receiver, runtime: Path) -> None:

@@ -15,6 +15,7 @@ import zmq
 
 from ring.core.errors import ConfigError, DeadlineExceeded, PeerLost, RemoteProtocolError, TransportError
 from ring.core.messages import Description, FillId
+from tests.endings import ends_with_its_test
 from tests.transport.peers import HANG_GUARD_S, payload, wait_readable, while_serving
 from tests.transport.test_memory import few_descriptors
 from transport import zmq_tcp
@@ -53,21 +54,10 @@ def receiver(arena: SlotArena, request: pytest.FixtureRequest) -> Iterator[Recei
     made.forget()
 
 
-_opened: list[Sender] = []
-
-
-@pytest.fixture(autouse=True)
-def senders_end_with_their_test() -> Iterator[None]:
-    """Also where it fails half-way."""
-    yield
-    while _opened:
-        _opened.pop().close()
-
-
 def open_sender(description: Description, *, num_slots: int = NUM_SLOTS, timeout_s: float = HANG_GUARD_S) -> Sender:
-    sender = zmq_tcp.open_sender(description, num_slots=num_slots, slot_bytes=SLOT_BYTES, timeout_s=timeout_s)
-    _opened.append(sender)
-    return sender
+    return ends_with_its_test(
+        zmq_tcp.open_sender(description, num_slots=num_slots, slot_bytes=SLOT_BYTES, timeout_s=timeout_s)
+    )
 
 
 def assert_works(receiver: Receiver, sender: Sender, arena: SlotArena) -> None:

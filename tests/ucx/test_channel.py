@@ -15,6 +15,7 @@ import torch
 
 from ring.core.errors import ConfigError, DeadlineExceeded, PeerLost, RemoteProtocolError
 from ring.core.messages import FillId
+from tests.endings import ends_with_its_test
 from tests.leaks import expect_no_more
 from tests.transport.peers import HANG_GUARD_S, Peer, payload, payload_digest, resources, while_serving
 from tests.ucx.conftest import REPOSITORY
@@ -165,17 +166,6 @@ def test_a_process_or_an_address_that_is_none_is_refused(
         ucx.open_sender(description, num_slots=2, slot_bytes=4 * MIB, timeout_s=HANG_GUARD_S)
 
 
-_opened: list[Link | ucx.UcxSender] = []
-
-
-@pytest.fixture(autouse=True)
-def senders_end_with_their_test() -> Iterator[None]:
-    """Also where it fails half-way."""
-    yield
-    while _opened:
-        _opened.pop().close()
-
-
 def as_teacher(channel: tuple[SlotArena, UcxReceiver], *, pid: int | None = None) -> Link:
     """The bare link of somebody who knows the token, and says what a teacher would not. It has greeted."""
     arena, receiver = channel
@@ -183,8 +173,7 @@ def as_teacher(channel: tuple[SlotArena, UcxReceiver], *, pid: int | None = None
     address = receiver.describe()["address"]
     assert isinstance(token, bytes)
     assert isinstance(address, bytes)
-    link = Link(token, listens=TO_TEACHER, speaks=TO_STUDENT, local_host="127.0.0.1")
-    _opened.append(link)
+    link = ends_with_its_test(Link(token, listens=TO_TEACHER, speaks=TO_STUDENT, local_host="127.0.0.1"))
     link.connect(address, host="elsewhere", pid=os.getpid())
     greeting = GREETING.pack(KIND_GREETING, MAGIC, arena.num_slots, arena.slot_bytes)
     who = WHO.pack(host_id().encode(), os.getpid() if pid is None else pid)
@@ -274,8 +263,7 @@ def open_here(channel: tuple[SlotArena, UcxReceiver]) -> ucx.UcxSender:
         receiver,
         lambda: ucx.open_sender(receiver.describe(), num_slots=2, slot_bytes=arena.slot_bytes, timeout_s=HANG_GUARD_S),
     )
-    _opened.append(sender)
-    return sender
+    return ends_with_its_test(sender)
 
 
 def poll_until_lost(sender: ucx.UcxSender, receiver: UcxReceiver) -> None:
