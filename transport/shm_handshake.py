@@ -255,17 +255,19 @@ def _sweep_one(entry: os.DirEntry[str]) -> None:
     if is_old and stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid():
         lock = _lock(entry.path)
         try:
-            _remove(entry.path)
+            if set(os.listdir(entry.path)) <= {_SOCKET_NAME}:  # what holds anything else is not touched
+                _remove(entry.path)
         finally:
             os.close(lock)
 
 
 def _remove(directory: str) -> None:
-    """Remove a directory that holds nothing or a listener's socket. Raises OSError: it holds something else; all of it
-    is still there."""
+    """Remove a listener's socket, if it is there, and its directory. Takes no descriptor: whoever closes a listener may
+    have none left. Raises OSError: the directory holds something else, which is still there."""
     path = os.path.join(directory, _SOCKET_NAME)
-    if os.listdir(directory) == [_SOCKET_NAME] and stat.S_ISSOCK(os.lstat(path).st_mode):
-        os.unlink(path)
+    with contextlib.suppress(FileNotFoundError):
+        if stat.S_ISSOCK(os.lstat(path).st_mode):
+            os.unlink(path)
     os.rmdir(directory)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import resource
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
@@ -134,12 +134,18 @@ def test_free_memory_is_enough_for_a_page() -> None:
     check_free_memory(4096, purpose="a page")
 
 
-@contextmanager
-def few_descriptors(num_more: int) -> Iterator[None]:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+def few_descriptors(num_more: int) -> AbstractContextManager[None]:
+    """Of this process, whose other threads take from the same few."""
     used = {int(fd) for fd in os.listdir("/proc/self/fd")}
     free = [fd for fd in range(len(used) + num_more + 1) if fd not in used]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (free[num_more], hard))
+    return descriptors_below(free[num_more])
+
+
+@contextmanager
+def descriptors_below(limit: int) -> Iterator[None]:
+    """Nothing is opened at or above `limit`. With 0 nothing at all, whatever is closed meanwhile."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
     try:
         yield
     finally:

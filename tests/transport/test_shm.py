@@ -20,7 +20,7 @@ from ring.core.messages import Description, FillId
 from tests.endings import ends_with_its_test
 from tests.leaks import expect_no_more, held
 from tests.transport.peers import HANG_GUARD_S, Peer, digest, payload_digest, wait_readable, while_serving
-from tests.transport.test_memory import few_descriptors
+from tests.transport.test_memory import descriptors_below, few_descriptors
 from transport import shm
 from transport.contract import Fence, Receiver, Sender
 from transport.fills import Part
@@ -158,6 +158,13 @@ def test_what_a_killed_student_left_is_removed_and_what_lives_is_not(
     assert set(runtime.iterdir()) == directories
     living.forget()
     newcomer.forget()
+
+
+def test_a_student_without_descriptors_left_leaves_no_directory(arena: SlotArena, runtime: Path) -> None:
+    receiver = shm.open_receiver(arena, bind_host="")
+    with descriptors_below(0):  # what the receiver closes is taken by other threads at once
+        receiver.forget()
+    assert list(runtime.iterdir()) == []
 
 
 def test_what_merely_looks_like_ours_is_never_removed(arena: SlotArena, runtime: Path) -> None:
