@@ -11,7 +11,6 @@ import contextlib
 import logging
 import os
 import re
-import shutil
 import stat
 import struct
 import tempfile
@@ -122,7 +121,7 @@ def make_keyrings(directory: str | Path, sides: Sequence[str]) -> list[Keyring]:
         raise ConfigError(f"{error.filename or root} can't be written: {error.strerror}") from error
     finally:
         for aside, _ in made:
-            shutil.rmtree(aside, ignore_errors=True)
+            _remove_aside(aside, sides)
     return [Keyring(directory=root / side, public=public, secret=secret) for side, (public, secret) in pairs.items()]
 
 
@@ -131,8 +130,19 @@ def _name_all(made: Sequence[tuple[Path, Path]]) -> None:
     with contextlib.ExitStack() as undo:
         for aside, final in made:
             aside.rename(final)
-            undo.callback(shutil.rmtree, final)
+            undo.callback(final.rename, aside)
         undo.pop_all()
+
+
+def _remove_aside(aside: Path, sides: Sequence[str]) -> None:
+    """A secret goes first. Opens nothing: it may be for want of descriptors that the keys were not made."""
+    peers = [aside / PEERS_NAME / f"{side}{PEER_SUFFIX}" for side in sides]
+    for path in (aside / SECRET_NAME, aside / PUBLIC_NAME, *peers):
+        with contextlib.suppress(OSError):
+            path.unlink()
+    for directory in (aside / PEERS_NAME, aside):
+        with contextlib.suppress(OSError):
+            directory.rmdir()
 
 
 def _write_key(path: Path, key: bytes, *, mode: int) -> None:

@@ -25,7 +25,8 @@ def write_directory(path: Path, fill: Callable[[Path], None], *, needed_bytes: i
     """Make the directory `path` with what `fill` writes into the one that it is given; one that is there is replaced.
 
     Raises what `fill` raises, and OSError where the disk is full (`needed_bytes` are looked for beforehand) or fails:
-    `path` is as it was, and nothing of the new one is left."""
+    `path` is as it was, and nothing of the new one is left; where even that fails a warning says so, and the next write
+    takes it away."""
     root = path.parent
     aside = root / f"{_WRITING}{path.name}"
     try:
@@ -38,9 +39,9 @@ def write_directory(path: Path, fill: Callable[[Path], None], *, needed_bytes: i
         fill(aside)
         _sync_tree(aside)
         _put_in_place(aside, path)
-        sync(root)
     except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
+        if aside.exists():
+            _remove(aside)
         raise
     _remove_if_there(root / f"{_REPLACED}{path.name}")
 
@@ -98,7 +99,10 @@ def _put_in_place(aside: Path, path: Path) -> None:
         path.rename(replaced)
     try:
         aside.rename(path)
+        sync(path.parent)
     except OSError:
+        if path.exists():
+            path.rename(aside)
         if replaced.exists():
             replaced.rename(path)
         raise
@@ -106,18 +110,12 @@ def _put_in_place(aside: Path, path: Path) -> None:
 
 def _sync_tree(directory: Path) -> None:
     """Everything below reaches the disk, readable like any other file (safetensors writes them private)."""
-    mode = 0o666 & ~_umask()
+    mode = 0o666 & directory.stat().st_mode  # made with all that this process gives to others
     for entry in sorted(directory.rglob("*")):
         if entry.is_file():
             entry.chmod(mode)
         sync(entry)
     sync(directory)
-
-
-def _umask() -> int:
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask
 
 
 def _remove_if_there(replaced: Path) -> None:

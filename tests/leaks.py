@@ -21,11 +21,16 @@ def held(sockets: Path | None = None) -> Counter[str]:
     """How many of each kind this process holds, once Python has let go of what it can. sockets: where it makes its
     socket files."""
     gc.collect()
-    found = Counter(_descriptor_kinds())
+    found = descriptors()
     found["thread"] = len(os.listdir("/proc/self/task"))
     found["slot mapping"] = sum("memfd:disaggkd" in line for line in Path("/proc/self/maps").read_text().splitlines())
     found.update(f"{path.name} where the sockets are" for path in (sockets.iterdir() if sockets else ()))
     return found
+
+
+def descriptors() -> Counter[str]:
+    """How many of each kind are open; also what Python would let go of if it looked."""
+    return Counter(_descriptor_kinds())
 
 
 def _descriptor_kinds() -> Iterator[str]:

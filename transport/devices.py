@@ -10,6 +10,7 @@ import struct
 from pathlib import Path
 
 from ring.core.errors import ConfigError, TransportError
+from transport.host import remedy
 
 INFINIBAND = Path("/sys/class/infiniband")
 _SIOCGIFADDR = 0x8915
@@ -38,11 +39,14 @@ def local_address(local_host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Addr
 def net_devices(local_host: str) -> str | None:
     """What UCX may use for a channel at that local address: its interface, and the RDMA devices unless it is loopback.
 
-    None: whatever UCX finds. Raises ConfigError: it is not an address of this machine."""
+    None: whatever UCX finds. Raises ConfigError: it is not an address of this machine. Raises TransportError: no
+    descriptor is left to find out with."""
     address = local_address(local_host)
     try:
         name = interface_of(address)
     except OSError as error:
+        if remedy(error):
+            raise TransportError(f"the interface of {local_host!r} can't be told: {error}{remedy(error)}") from error
         raise ConfigError(f"{local_host!r} is not an address of this machine: {error}") from error
     if address.is_loopback:
         return name
@@ -79,4 +83,4 @@ def local_host_towards(host: str) -> str:
             probe.connect(where)
             return str(probe.getsockname()[0])
     except OSError as error:
-        raise TransportError(f"{host!r} can't be reached from here: {error}") from error
+        raise TransportError(f"{host!r} can't be reached from here: {error}{remedy(error)}") from error

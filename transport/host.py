@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
 import os
 import resource
 import sys
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 from ring.core.errors import TransportError
@@ -31,10 +34,25 @@ def host_id() -> str:
     return hashlib.sha256(whole.encode()).hexdigest()[:32]
 
 
+@contextlib.contextmanager
+def descriptors_for(what: str) -> Iterator[None]:
+    """Around what opens some. Raises TransportError: the kernel gave none."""
+    try:
+        yield
+    except OSError as error:
+        raise TransportError(f"{what} could not be opened: {error.strerror}{remedy(error)}") from error
+
+
+def remedy(error: OSError) -> str:
+    """What to append to a message about it."""
+    return ": raise `ulimit -n`" if error.errno in (errno.EMFILE, errno.ENFILE) else ""
+
+
 def check_descriptors(needed: int, *, what: str) -> None:
     """Raises TransportError: fewer are left. At the limit libzmq ends the process, in a thread of its own, so it has to
     be asked before."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    free = sys.maxsize if limit == resource.RLIM_INFINITY else limit - len(os.listdir("/proc/self/fd"))
+    with descriptors_for(what):  # to look takes one too
+        free = sys.maxsize if limit == resource.RLIM_INFINITY else limit - len(os.listdir("/proc/self/fd"))
     if free < needed:
         raise TransportError(f"{what} needs {needed} descriptors, and {max(free, 0)} are left: raise `ulimit -n`")

@@ -18,6 +18,7 @@ from ring.core.errors import PeerLost, RemoteProtocolError, TransportClosed, Tra
 from ring.core.messages import Description, FillId
 from transport.contract import Arrival, Capabilities, Fence, Receiver, Sender, Ticket
 from transport.fills import ArmedFills, check_put, copy_into, total_bytes
+from transport.host import descriptors_for
 from transport.memory import SlotArena
 from transport.wakeup import Wakeup
 
@@ -74,8 +75,9 @@ class _Channel:
         self.has_sender = False
         self.sender_closed = False
         self.receiver_closed = False
-        self.receiver_news = Wakeup()
-        self.sender_news = Wakeup()
+        with descriptors_for("local: a channel"):
+            self.receiver_news = Wakeup()
+            self.sender_news = Wakeup()
         _channels[self.token] = self
 
     def attach_sender(self) -> None:

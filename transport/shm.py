@@ -24,8 +24,9 @@ from ring.core.errors import PeerLost, TransportClosed
 from ring.core.messages import Description, FillId
 from transport.contract import MAX_HEADER_BYTES, Arrival, Capabilities, Fence, Receiver, Sender, Ticket
 from transport.fills import ArmedFills, check_put, copy_into, total_bytes
+from transport.host import descriptors_for
 from transport.memory import SlotArena
-from transport.shm_handshake import Listener, Peer, connect
+from transport.shm_handshake import Listener, Peer, connect, is_readable
 from transport.wakeup import Wakeup
 
 _COMPLETION = struct.Struct("<qQQQ")  # seq, attempt, slot, bytes; the header follows
@@ -58,7 +59,11 @@ def open_receiver(arena: SlotArena, *, bind_host: str, encrypt: bool = False) ->
 
 def open_sender(description: Description, *, num_slots: int, slot_bytes: int, timeout_s: float) -> ShmSender:
     connection, slots = connect(description, num_slots=num_slots, slot_bytes=slot_bytes, timeout_s=timeout_s)
-    return ShmSender(connection, slots, slot_bytes=slot_bytes)
+    try:
+        return ShmSender(connection, slots, slot_bytes=slot_bytes)
+    except BaseException:
+        connection.close()
+        raise
 
 
 class ShmReceiver(Receiver):
@@ -74,10 +79,14 @@ class ShmReceiver(Receiver):
         self._lost: str | None = None
         self._connection: socket.socket | None = None
         self._pidfd = -1
-        self._listener: Listener | None = Listener(arena)
-        self._description = self._listener.describe()
-        self._news = select.epoll()
-        self._news.register(self._listener, select.EPOLLIN)
+        with contextlib.ExitStack() as opened:
+            with descriptors_for("shm: a channel"):
+                self._news = opened.enter_context(select.epoll())
+            self._listener: Listener | None = opened.enter_context(contextlib.closing(Listener(arena)))
+            self._description = self._listener.describe()
+            with descriptors_for("shm: a channel"):
+                self._news.register(self._listener, select.EPOLLIN)
+            opened.pop_all()
 
     def describe(self) -> Description:
         return self._description
@@ -153,7 +162,7 @@ class ShmReceiver(Receiver):
                 return []
             self._attach(peer)
         # Asked before the last completions are read: of a process that has ended nothing can follow them.
-        ended = self._pidfd >= 0 and bool(_readable(self._pidfd))
+        ended = self._pidfd >= 0 and is_readable(self._pidfd)
         arrivals = []
         for _ in range(MESSAGES_A_TURN):
             message = self._next_message()
@@ -248,10 +257,12 @@ class ShmSender(Sender):
         self._closed = False
         self._writing = False
         self._waits_for_room = False
-        self._tickets_ready = Wakeup()
-        self._news = select.epoll()
-        self._news.register(self._tickets_ready, select.EPOLLIN)
-        self._news.register(self._connection, select.EPOLLIN)
+        with contextlib.ExitStack() as opened, descriptors_for("shm: a channel"):
+            self._tickets_ready = opened.enter_context(contextlib.closing(Wakeup()))
+            self._news = opened.enter_context(select.epoll())
+            self._news.register(self._tickets_ready, select.EPOLLIN)
+            self._news.register(self._connection, select.EPOLLIN)
+            opened.pop_all()
 
     def put(self, fill: FillId, *, header: bytes, parts: Sequence[torch.Tensor]) -> Ticket:
         with self._lock:
@@ -349,9 +360,3 @@ class ShmSender(Sender):
         if self._closed:
             self._news.close()
             self._tickets_ready.close()
-
-
-def _readable(fd: int) -> bool:
-    poller = select.poll()
-    poller.register(fd, select.POLLIN)
-    return bool(poller.poll(0))

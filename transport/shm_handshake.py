@@ -26,6 +26,7 @@ import torch
 
 from ring.core.errors import ConfigError, DeadlineExceeded, RemoteProtocolError, TransportError
 from ring.core.messages import Description
+from transport.host import descriptors_for, remedy
 from transport.memory import SLOT_SEALS, SlotArena, map_slot
 
 _MAGIC = b"dkd1"
@@ -55,23 +56,28 @@ class Listener:
         self._arena = arena
         self._token = secrets.token_bytes(_TOKEN_BYTES)
         self._strangers: list[Peer] = []
-        self._news = select.epoll()
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         self._directory = ""
-        self._directory_lock = -1
-        try:
-            self._directory, self._directory_lock = _private_directory()
-            with _short_path(self._directory) as short:
-                self._socket.bind(os.path.join(short, _SOCKET_NAME))
-            os.chmod(self.path, 0o600)
-            self._socket.listen(_MAX_STRANGERS)
-            self._news.register(self._socket, select.EPOLLIN)
-        except OSError as error:
-            self.close()
-            raise ConfigError(
-                f"shm: can't listen in {self._directory or 'a temporary directory'} ({error}); "
-                "set XDG_RUNTIME_DIR or TMPDIR to a writable directory"
-            ) from error
+        with contextlib.ExitStack() as opened:
+            try:
+                self._open(opened)
+            except OSError as error:
+                if remedy(error):
+                    raise TransportError(f"shm: can't listen: {error.strerror}{remedy(error)}") from error
+                raise ConfigError(
+                    f"shm: can't listen in {self._directory or 'a temporary directory'} ({error}); "
+                    "set XDG_RUNTIME_DIR or TMPDIR to a writable directory"
+                ) from error
+            self._opened = opened.pop_all()
+
+    def _open(self, opened: contextlib.ExitStack) -> None:
+        self._news = opened.enter_context(select.epoll())
+        self._socket = opened.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK))
+        self._directory = _private_directory(opened)
+        with _short_path(self._directory) as short:
+            self._socket.bind(os.path.join(short, _SOCKET_NAME))
+        os.chmod(self.path, 0o600)
+        self._socket.listen(_MAX_STRANGERS)
+        self._news.register(self._socket, select.EPOLLIN)
 
     @property
     def path(self) -> str:
@@ -88,13 +94,14 @@ class Listener:
         """The teacher, once it has proven the token and holds the slots; never blocks. Strangers are turned away.
 
         Raises TransportError: no descriptor is left, or the kernel would not pass those of the slots on."""
-        try:
-            while True:
+        # Asked before each: without a descriptor to give, accept fails even if nobody is there.
+        while is_readable(self._socket.fileno()):
+            try:
                 self._admit(self._socket.accept()[0])
-        except BlockingIOError:
-            pass
-        except OSError as error:
-            raise TransportError(f"shm: can't take a connection: {error}; is `ulimit -n` too low?") from error
+            except BlockingIOError:  # it left
+                break
+            except OSError as error:
+                raise TransportError(f"shm: can't take a connection: {error}{remedy(error)}") from error
         for stranger in list(self._strangers):
             try:
                 token = stranger.connection.recv(_TOKEN_BYTES + 1)
@@ -121,13 +128,7 @@ class Listener:
         for stranger in self._strangers:
             stranger.connection.close()
         self._strangers.clear()
-        self._news.close()
-        self._socket.close()
-        if self._directory_lock >= 0:
-            with contextlib.suppress(OSError):  # it was removed for us
-                _remove(self._directory)
-            os.close(self._directory_lock)
-            self._directory_lock = -1
+        self._opened.close()
 
     def _admit(self, connection: socket.socket) -> None:
         pid, uid, _ = _peer_credentials(connection)
@@ -158,7 +159,8 @@ def connect(
     if not (isinstance(path, str) and isinstance(token, bytes) and len(token) == _TOKEN_BYTES):
         raise RemoteProtocolError(f"shm is described by a path and a token; got the keys {sorted(description)}")
     deadline_s = time.monotonic() + timeout_s
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with descriptors_for("shm: a channel"):
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         connection.settimeout(_time_left_s(deadline_s))
         with _short_path(os.path.dirname(path)) as short:
@@ -175,8 +177,7 @@ def connect(
         raise DeadlineExceeded(f"shm: the student did not hand over its slots within {timeout_s} s") from error
     except OSError as error:
         connection.close()
-        hint = ": raise `ulimit -n`" if error.errno in (errno.EMFILE, errno.ENFILE) else ""
-        raise TransportError(f"shm: can't get the slots over {path}: {error}{hint}") from error
+        raise TransportError(f"shm: can't get the slots over {path}: {error}{remedy(error)}") from error
     except BaseException:
         connection.close()
         raise
@@ -230,13 +231,15 @@ def _checked_slot(fd: int, slot_bytes: int) -> torch.Tensor:
     return map_slot(fd, slot_bytes)
 
 
-def _private_directory() -> tuple[str, int]:
-    """A new directory that only this user can enter, and a descriptor that keeps it locked while we live."""
+def _private_directory(opened: contextlib.ExitStack) -> str:
+    """A new directory that only this user can enter, locked until it is removed, which is when `opened` is closed."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     parent = runtime if runtime and os.access(runtime, os.W_OK | os.X_OK) else tempfile.gettempdir()
     _sweep(parent)
     directory = tempfile.mkdtemp(prefix=_DIRECTORY_PREFIX, dir=parent)
-    return directory, _lock(directory)
+    opened.callback(_remove_own, directory)
+    opened.callback(os.close, _lock(directory))
+    return directory
 
 
 def _sweep(parent: str) -> None:
@@ -259,6 +262,11 @@ def _sweep_one(entry: os.DirEntry[str]) -> None:
                 _remove(entry.path)
         finally:
             os.close(lock)
+
+
+def _remove_own(directory: str) -> None:
+    with contextlib.suppress(OSError):  # it was removed for us, or somebody put something there
+        _remove(directory)
 
 
 def _remove(directory: str) -> None:
@@ -290,6 +298,13 @@ def _short_path(directory: str) -> Iterator[str]:
         yield f"/proc/self/fd/{fd}"
     finally:
         os.close(fd)
+
+
+def is_readable(fd: int) -> bool:
+    """Now. Takes no descriptor."""
+    poller = select.poll()
+    poller.register(fd, select.POLLIN)
+    return bool(poller.poll(0))
 
 
 def _time_left_s(deadline_s: float) -> float:

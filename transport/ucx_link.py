@@ -7,6 +7,7 @@ which travels in the OFFER. What another channel, an earlier life or a given-up 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import select
@@ -18,7 +19,7 @@ from ring.core.errors import RemoteProtocolError, TransportError
 from ring.core.messages import FillId
 from transport import ucx_core
 from transport.devices import net_devices
-from transport.host import host_id
+from transport.host import descriptors_for, host_id
 from transport.ucx_core import Connection, Message, Transfer, Worker
 from transport.wakeup import Wakeup
 
@@ -64,15 +65,17 @@ class Link:
         self._process_is_gone = False
         self._reading: deque[tuple[Transfer, bytearray]] = deque()
         self._is_busy = False
-        self._worker: Worker | None = Worker(ucx_core.context(net_devices=net_devices(local_host)))
-        try:
-            self._wakeup = Wakeup()
-            self._news = select.epoll()
-            self._news.register(self._wakeup, select.EPOLLIN)
-            self._news.register(self._worker, select.EPOLLIN)
-        except OSError as error:
-            self._worker.close()
-            raise TransportError(f"ucx: no descriptors for a channel: {error}") from error
+        with contextlib.ExitStack() as opened:
+            worker = opened.enter_context(
+                contextlib.closing(Worker(ucx_core.context(net_devices=net_devices(local_host))))
+            )
+            self._worker: Worker | None = worker
+            with descriptors_for("ucx: a channel"):
+                self._wakeup = opened.enter_context(contextlib.closing(Wakeup()))
+                self._news = opened.enter_context(select.epoll())
+                self._news.register(self._wakeup, select.EPOLLIN)
+                self._news.register(worker, select.EPOLLIN)
+            opened.pop_all()
 
     def fileno(self) -> int:
         return self._news.fileno()

@@ -12,6 +12,7 @@ class Wakeup:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._is_set = False
+        self._fd = -1  # also if there is none left
         self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
     def fileno(self) -> int:

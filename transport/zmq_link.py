@@ -14,6 +14,7 @@ What the settings are for, each seen to matter:
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hmac
@@ -33,7 +34,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from ring.core.errors import ConfigError, DeadlineExceeded, RemoteProtocolError, TransportError
 from ring.core.messages import Description
-from transport.host import DESCRIPTORS_A_LINK, check_descriptors
+from transport.host import DESCRIPTORS_A_LINK, check_descriptors, descriptors_for
 from transport.wakeup import Wakeup
 from transport.zap import Knock, ZapHandler
 
@@ -74,9 +75,11 @@ class Link:
         check_descriptors(DESCRIPTORS_A_LINK, what="a link of zmq")
         self._context = zmq.Context(io_threads=1)
         self._sockets: list[zmq.Socket[bytes]] = []
-        self._wakeup = Wakeup()
-        self._news = select.epoll()
-        self._news.register(self._wakeup, select.EPOLLIN)
+        with contextlib.ExitStack() as opened, descriptors_for("a link of zmq"):
+            self._wakeup = opened.enter_context(contextlib.closing(Wakeup()))
+            self._news = opened.enter_context(select.epoll())
+            self._news.register(self._wakeup, select.EPOLLIN)
+            opened.pop_all()
         # A context whose sockets are still open would block its garbage collection, and the exit of the process.
         self._dispose = weakref.finalize(self, _dispose, self._context, self._sockets, self._wakeup, self._news)
         try:

@@ -32,8 +32,8 @@ def on_signal(number, frame):
 for number in (signal.SIGINT, signal.SIGTERM):
     signal.signal(number, on_signal)
 pathlib.Path(sys.argv[1]).touch()
-while not signals:
-    signal.pause()
+while not signals:  # no pause(): a signal just before it would not end it
+    time.sleep(0.01)
 end_s = time.monotonic() + 0.5
 while time.monotonic() < end_s:
     time.sleep(0.05)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from ring.core.messages import FillHeader, WireDtype
 from ring.core.stats import DropCause, RetryCause
 from teacher import students
 from teacher.forward import TeacherModel
+from tests.leaks import expect_no_more, held
 from tests.ring.rig import (
     BACKENDS,
     HANG_GUARD_S,
@@ -144,17 +144,8 @@ def test_damage_is_noticed_where_crc_is_on_and_only_there(model: TeacherModel, m
         assert ring.stats().machine.fills == 0
 
 
-def memfds() -> int:
-    names = (
-        os.readlink(f"/proc/self/fd/{fd}")
-        for fd in os.listdir("/proc/self/fd")
-        if os.path.lexists(f"/proc/self/fd/{fd}")
-    )
-    return sum("memfd:disaggkd" in name for name in names)
-
-
 def test_slots_are_all_that_a_ring_allocates_and_it_says_how_much(model: TeacherModel) -> None:
-    before = memfds()
+    before = held()  # what earlier tests have let go of is gone
     with Teacher(model, backend="local") as asked, make_ring(model, asked, depth=3, num_spares=2) as ring:
         ring.wait_welcome(timeout_s=HANG_GUARD_S)
         allocated_bytes = ring.open(max_rows=100, wire_dtype=model.dtype)
@@ -162,9 +153,9 @@ def test_slots_are_all_that_a_ring_allocates_and_it_says_how_much(model: Teacher
         assert ring.slot_bytes >= 100 * row_bytes
         assert ring.slot_bytes - 100 * row_bytes < 4096
         assert allocated_bytes == ring.stats().slots_bytes == 5 * ring.slot_bytes
-        opened = memfds() - before
-    assert opened >= 5
-    assert memfds() == before
+        opened = {kind: count for kind, count in (held() - before).items() if "memfd:disaggkd" in kind}
+    assert sum(opened.values()) >= 5
+    expect_no_more(held, before)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from ring.core.errors import DeadlineExceeded, DisaggKDError, PeerLost, RemoteProtocolError, TransportError
 from ring.core.messages import Description, FillId, Scalar
+from tests.leaks import descriptors, expect_no_more
 from tests.system.processes import REPOSITORY
 from tests.transport.peers import HANG_GUARD_S, wait_readable, while_serving
 from transport import registry, shm, ucx, ucx_link, ucx_trial, zmq_tcp
@@ -147,11 +148,11 @@ def test_whatever_a_student_hands_over_is_no_slot_unless_it_is_one(
     description: Description = {"path": str(path), "token": bytes(32)}
     server.bind(str(path))
     server.listen()
-    before = len(os.listdir("/proc/self/fd"))
+    before = descriptors()
     try:
         with running(lie), pytest.raises((RemoteProtocolError, TransportError)):
             shm.open_sender(description, num_slots=1, slot_bytes=4096, timeout_s=HANG_GUARD_S)
-        assert len(os.listdir("/proc/self/fd")) == before
+        expect_no_more(descriptors, before)
     finally:
         server.close()
         os.close(memory)
@@ -291,7 +292,7 @@ LIKELY: tuple[Scalar, ...] = (
 @given(description=st.dictionaries(st.sampled_from(KEYS), st.one_of(st.sampled_from(LIKELY), scalars), max_size=9))
 @fuzz
 def test_any_description_is_refused_by_an_error_of_ours(backend: str, description: Description) -> None:
-    before = len(os.listdir("/proc/self/fd"))
+    before = descriptors()
     with pytest.raises(DisaggKDError):
         registry.load(backend).open_sender(description, num_slots=1, slot_bytes=4096, timeout_s=0.2)
-    assert len(os.listdir("/proc/self/fd")) <= before + (8 if backend == "ucx" else 0)  # UCX keeps a context
+    expect_no_more(descriptors, before)

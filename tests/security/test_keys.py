@@ -6,15 +6,18 @@ import os
 import stat
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import zmq
 
 from bench.cli import main
+from ring import auth
 from ring.auth import MAX_PEERS, Keyring, load_keyring, make_keyrings
 from ring.core.errors import ConfigError
 from tests.rights import needs_root
+from tests.transport.test_memory import descriptors_below
 
 
 @pytest.fixture(autouse=True)
@@ -79,6 +82,27 @@ def test_keys_are_made_for_all_sides_or_for_none(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="can't be written"):
         make_keyrings(tmp_path, ("teacher", "student"))
     assert list(tmp_path.iterdir()) == [taken]
+
+
+@pytest.mark.parametrize("num_written", range(6))
+def test_keys_that_could_not_be_written_leave_no_secret_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_written: int
+) -> None:
+    """Not even if there is no descriptor left to look for it."""
+    calls = 0
+
+    def write_key(path: Path, key: bytes, *, mode: int) -> None:
+        nonlocal calls
+        if calls == num_written:
+            shortage.enter_context(descriptors_below(0))
+        calls += 1
+        write(path, key, mode=mode)
+
+    write = auth._write_key
+    monkeypatch.setattr(auth, "_write_key", write_key)
+    with ExitStack() as shortage, pytest.raises(ConfigError, match="can't be written: Too many open files"):
+        make_keyrings(tmp_path, ("teacher", "student"))
+    assert list(tmp_path.rglob("*")) == []
 
 
 def test_one_side_alone_says_where_the_others_key_goes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

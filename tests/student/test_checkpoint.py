@@ -11,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import transformers
 
 from ring.core.errors import ConfigError
 from student import checkpoint as checkpoint_module
+from student import durable
 from student.checkpoint import (
     CheckpointError,
     TrainState,
@@ -33,6 +35,7 @@ from student.data import TokenDataset
 from student.load import load_student
 from student.rng import capture_rng
 from tests.tiny_models import tiny_model, tiny_tokenizer
+from tests.transport.test_memory import descriptors_below
 
 MakeDataset = Callable[..., TokenDataset]
 
@@ -292,6 +295,54 @@ def test_a_failing_rename_puts_the_old_checkpoint_back(tmp_path: Path, monkeypat
         write(tmp_path, 10, model=tiny_model(seed=2))
     assert names(tmp_path) == ["step-00000010"]
     assert content(path) == before
+
+
+@pytest.mark.parametrize("steps", [(10,), (10, 10), (20, 10)])
+def test_a_directory_whose_names_do_not_reach_the_disk_is_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: tuple[int, ...]
+) -> None:
+    """Whatever the new one was to replace: nothing, one of the same name, or the newest."""
+    *written, last = steps
+    for step in written:
+        write(tmp_path, step, model=tiny_model(seed=1))
+    tmp_path.mkdir(exist_ok=True)
+    before = content(tmp_path)
+    sync = durable.sync
+
+    def failing(path: Path) -> None:
+        if path == tmp_path and (tmp_path / f"step-{last:08d}").exists() and not list(tmp_path.glob(".writing-*")):
+            raise OSError(errno.EIO, "disk on fire")
+        sync(path)
+
+    monkeypatch.setattr(durable, "sync", failing)
+    with pytest.raises(CheckpointError, match="disk on fire"):
+        write(tmp_path, last, model=tiny_model(seed=2))
+    assert content(tmp_path) == before
+
+
+def test_what_a_failed_write_left_for_want_of_descriptors_is_said_and_goes_with_the_next(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fill(directory: Path) -> None:
+        (directory / "shard").write_bytes(b"half")
+        stack.enter_context(descriptors_below(0))
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with ExitStack() as stack, pytest.raises(OSError, match="Too many open files"):
+        durable.write_directory(tmp_path / "step-1", fill, needed_bytes=4)
+    assert ".writing-step-1 could not be removed" in caplog.text
+    durable.write_directory(tmp_path / "step-1", lambda directory: None, needed_bytes=0)
+    assert names(tmp_path) == ["step-1"]
+
+
+def test_writing_leaves_the_mask_of_the_process_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other threads make files meanwhile."""
+
+    def refused(mask: int) -> int:
+        raise AssertionError(f"umask {mask:#o} was set")
+
+    monkeypatch.setattr(os, "umask", refused)
+    write(tmp_path, 1)
 
 
 _DIE_WHILE_WRITING = """

@@ -136,7 +136,8 @@ def test_free_memory_is_enough_for_a_page() -> None:
 
 def few_descriptors(num_more: int) -> AbstractContextManager[None]:
     """Of this process, whose other threads take from the same few."""
-    used = {int(fd) for fd in os.listdir("/proc/self/fd")}
+    listed = os.listdir("/proc/self/fd")
+    used = {int(fd) for fd in listed if os.path.lexists(f"/proc/self/fd/{fd}")}  # the listing's own is closed again
     free = [fd for fd in range(len(used) + num_more + 1) if fd not in used]
     return descriptors_below(free[num_more])
 
