@@ -132,7 +132,10 @@ def _remove_if_there(replaced: Path) -> None:
 
 def _remove(path: Path) -> None:
     try:
-        shutil.rmtree(path)
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
     except OSError as error:
         # Whatever took its place is durable already: the run goes on.
         _log.warning("%s could not be removed: %s", path, error)

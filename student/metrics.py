@@ -70,7 +70,10 @@ class StepMetrics:
 def peak_rss_bytes() -> int:
     """The most memory this process ever had resident."""
     # Not getrusage first: its peak survives exec, so a trainer that a larger process started would report that one's.
-    with open("/proc/self/status", encoding="ascii", errors="replace") as status:
+    with (
+        contextlib.suppress(OSError),  # no descriptor is left: a statistic is no reason to end a run
+        open("/proc/self/status", encoding="ascii", errors="replace") as status,
+    ):
         for line in status:
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024

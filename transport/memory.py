@@ -213,5 +213,7 @@ def _make_memfd(slot: int, num_bytes: int) -> int:
         os.close(fd)
         if error.errno in (errno.ENOSPC, errno.ENOMEM):
             raise ConfigError(f"slot {slot}: {num_bytes} bytes of shared memory are not free ({error})") from error
+        if error.errno == errno.EFBIG:  # memory counts as a file
+            raise ConfigError(f"slot {slot}: {num_bytes} bytes are more than `ulimit -f` allows ({error})") from error
         raise
     return fd

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import hashlib
 import json
 import logging
 import math
-import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from ring.core.errors import ConfigError
 from student.checkpoint import (
@@ -33,7 +30,6 @@ from student.train.teachers import check_same_teacher
 
 logger = logging.getLogger(__name__)
 
-LOCK_FILE = ".lock"
 #: Settings that make the curve what it is: a resumed run must have the same.
 CURVE_SETTINGS = (
     "student",
@@ -109,80 +105,6 @@ class RunFiles:
     @property
     def model(self) -> Path:
         return self.root / "model"
-
-
-@contextlib.contextmanager
-def claimed(root: Path, word: str = "") -> Iterator[None]:
-    """This process alone writes to --out while the block runs, and `word` stands there. Afterwards nothing is left of
-    that; of a run that wrote nothing not even the directories that were made for it.
-
-    Raises ConfigError: it can't."""
-    made = [directory for directory in (root, *root.parents) if not directory.exists()]
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        lock = _locked(root / LOCK_FILE)
-    except OSError as error:
-        _remove_if_empty(made)
-        raise ConfigError(f"--out {root}: {error.strerror}; allowed: a directory that can be written") from error
-    with lock, _released(root / LOCK_FILE, made):
-        try:
-            # Emptied only now that it is ours.
-            lock.truncate(0)
-            lock.write(word)
-            lock.flush()
-            os.fsync(lock.fileno())
-        except OSError as error:
-            raise ConfigError(f"--out {root}: {error.strerror}; allowed: a directory that can be written") from error
-        yield
-
-
-@contextlib.contextmanager
-def _released(path: Path, made: Sequence[Path]) -> Iterator[None]:
-    """Removes the lock at the end of the block, while it is held still: whoever has opened it sees that it is gone."""
-    try:
-        yield
-    finally:
-        with contextlib.suppress(OSError):
-            path.unlink()
-        _remove_if_empty(made)
-
-
-def _locked(path: Path) -> TextIO:
-    """The file at a path, which is ours until it is closed. Raises ConfigError: it is another's. Raises OSError."""
-    while True:
-        lock = path.open("a")
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            with contextlib.suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(lock.fileno()), path.stat()):
-                    return lock
-        except BlockingIOError as error:
-            lock.close()
-            message = f"--out {path.parent}: another run is writing there; allowed: a directory of its own"
-            raise ConfigError(message) from error
-        except BaseException:
-            lock.close()
-            raise
-        lock.close()  # it was removed by the run that held it, between the two calls
-
-
-def _remove_if_empty(directories: Sequence[Path]) -> None:
-    """From the innermost on."""
-    with contextlib.suppress(OSError):
-        for directory in directories:
-            directory.rmdir()
-
-
-def check_shared(root: Path, word: str) -> None:
-    """Raises ConfigError: --out is not where rank 0 claimed it with this word, but a directory of this host's own."""
-    found = None
-    with contextlib.suppress(OSError):
-        found = (root / LOCK_FILE).read_text()
-    if found != word:
-        raise ConfigError(
-            f"--out {root}: not the directory that rank 0 has under this name; allowed: a directory on a file system "
-            f"that all ranks share"
-        )
 
 
 def choose_checkpoint(config: TrainConfig, files: RunFiles, ranks: Ranks) -> Checkpoint | None:

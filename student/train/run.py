@@ -30,6 +30,7 @@ from student.config import TrainConfig
 from student.data import MicroBatchPlan, TokenDataset
 from student.metrics import peak_rss_bytes, print_result, write_summary
 from student.parallel.ranks import Launch, RankLost, Ranks
+from student.train.claim import Claim, check_shared, claimed
 from student.train.feed import Feed
 from student.train.loop import Loop, LoopSettings
 from student.train.parts import Parts, load_parts, make_trained
@@ -37,9 +38,7 @@ from student.train.records import Records
 from student.train.resume import (
     Progress,
     RunFiles,
-    check_shared,
     choose_checkpoint,
-    claimed,
     curve_hash,
     identify,
     launched_by,
@@ -67,17 +66,18 @@ def train(config: TrainConfig, launch: Launch | None = None) -> None:
     started_s = time.monotonic()
     with ExitStack() as stack:
         ranks = _meet(config, launch)
+        config = _with_its_threads(config)
         ranks.check_equal("settings", shared_settings(config))
         ranks.together(lambda: check_teachers(config))
         word = ranks.from_first(secrets.token_hex(8) if ranks.are_many else "")
-        ranks.together(lambda: stack.enter_context(claimed(files.root, word)) if ranks.is_first else None)
+        claim = ranks.together(lambda: stack.enter_context(claimed(files.root, word)) if ranks.is_first else None)
         ranks.together(lambda: check_shared(files.root, word))
         run_ids = _run_ids(ranks, launch)
         config = replace(config, resume=config.resume or _is_restart(files, ranks, launch, run_ids))
         checkpoint = choose_checkpoint(config, files, ranks)
         fingerprint = ranks.from_first(None if checkpoint is None else teacher_before(files))
         parts = load_parts(stack, config, ranks, checkpoint, fingerprint=fingerprint)
-        loop, saver = _loop(stack, config, files, checkpoint, parts, run_ids=run_ids)
+        loop, saver = _loop(stack, config, files, claim, checkpoint, parts, run_ids=run_ids)
         ending, is_agreed = "failed", False
         ranks.begin_training()
         try:
@@ -90,7 +90,7 @@ def train(config: TrainConfig, launch: Launch | None = None) -> None:
             raise
         finally:
             wall_s = time.monotonic() - started_s
-            _end(config, files, loop, parts, ending=ending, is_agreed=is_agreed, wall_s=wall_s)
+            _end(config, files, claim, loop, parts, ending=ending, is_agreed=is_agreed, wall_s=wall_s)
     ranks.part()
     if ranks.is_first:
         left_out = loop.progress.samples_left_out
@@ -100,6 +100,11 @@ def train(config: TrainConfig, launch: Launch | None = None) -> None:
         if left_out:
             done += f"; {left_out} samples were left out, their gradient was not finite"
         print_result(done)
+
+
+def _with_its_threads(config: TrainConfig) -> TrainConfig:
+    """With --deterministic the number of threads makes the curve what it is, also where the library chose it."""
+    return replace(config, threads=config.threads or torch.get_num_threads()) if config.deterministic else config
 
 
 def shared_settings(config: TrainConfig) -> dict[str, object]:
@@ -149,6 +154,7 @@ def _loop(
     stack: ExitStack,
     config: TrainConfig,
     files: RunFiles,
+    claim: Claim | None,
     checkpoint: Checkpoint | None,
     parts: Parts,
     *,
@@ -176,6 +182,7 @@ def _loop(
     saver = Saver(
         config=config,
         files=files,
+        claim=claim,
         parts=parts,
         trained=trained,
         records=records,
@@ -238,7 +245,15 @@ def _loop_settings(config: TrainConfig, parts: Parts) -> LoopSettings:
 
 
 def _end(
-    config: TrainConfig, files: RunFiles, loop: Loop, parts: Parts, *, ending: str, is_agreed: bool, wall_s: float
+    config: TrainConfig,
+    files: RunFiles,
+    claim: Claim | None,
+    loop: Loop,
+    parts: Parts,
+    *,
+    ending: str,
+    is_agreed: bool,
+    wall_s: float,
 ) -> None:
     """The summary, of all ranks where they still talk to each other; then none leaves before the others."""
     ranks = parts.ranks
@@ -248,18 +263,19 @@ def _end(
     own = {"peak_rss_bytes": peak_rss_bytes(), **_ring_numbers(parts)}
     try:
         numbers = ranks.gather_words(own) if is_agreed else [own]
-        if ranks.is_first:
+        if claim is not None:  # the first
             summary = _summary(config, loop, parts, numbers, ending=ending, wall_s=wall_s)
-            _leave(summary, files.summary, must=ending == "finished")
+            _leave(summary, files.summary, claim, must=ending == "finished")
         if is_agreed:
             ranks.wait_for_all()
     except RankLost as error:
         logger.warning("at the end of the run: %s", error)
 
 
-def _leave(summary: Mapping[str, object], path: Path, *, must: bool) -> None:
+def _leave(summary: Mapping[str, object], path: Path, claim: Claim, *, must: bool) -> None:
     """Write the summary. A full disk that ended the run already must not hide how: unless `must`, it only warns."""
     try:
+        claim.check()
         write_summary(path, summary)
     except CheckpointError as error:
         if must:

@@ -9,6 +9,7 @@ from ring.core.errors import ConfigError
 from student.checkpoint import CheckpointError, TrainState, checkpoint_path, export_model, write_checkpoint
 from student.config import TrainConfig
 from student.rng import RngState, capture_rng
+from student.train.claim import Claim
 from student.train.parts import Parts, Trained
 from student.train.records import Records
 from student.train.resume import Progress, RunFiles
@@ -19,11 +20,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Saver:
-    """fixed: the `curve_hash` of the run. records: None on ranks that keep none. background: writes checkpoints while
-    training goes on; None: training waits."""
+    """claim, records: None on ranks that have none. fixed: the `curve_hash` of the run. background: writes checkpoints
+    while training goes on; None: training waits."""
 
     config: TrainConfig
     files: RunFiles
+    claim: Claim | None
     parts: Parts
     trained: Trained
     records: Records | None
@@ -35,6 +37,7 @@ class Saver:
 
         Raises CheckpointError, RankFailed, RankLost. One before that failed in the background is only said."""
         parts, ranks = self.parts, self.parts.ranks
+        ranks.together(self._check_claim)
         # First: no checkpoint may survive a power cut without the metrics that lead to it.
         ranks.together(self._sync_records)
         generators = ranks.gather_words(capture_rng().to_json())
@@ -81,6 +84,7 @@ class Saver:
 
         Raises CheckpointError, RankFailed, RankLost: that checkpoint is not whole, or the model can't be written."""
         ranks, student = self.parts.ranks, self.parts.student
+        ranks.together(self._check_claim)
         if not ranks.has_groups:
             export_model(self.files.model, model=student.model, tokenizer=student.tokenizer)
             return
@@ -94,6 +98,10 @@ class Saver:
                 raise CheckpointError(f"the model after step {step} could not be exported: {error}") from error
 
         ranks.together(lead if ranks.is_first else lambda: None)
+
+    def _check_claim(self) -> None:
+        if self.claim is not None:
+            self.claim.check()
 
     def _sync_records(self) -> None:
         if self.records is not None:

@@ -40,7 +40,7 @@ from ring.core.messages import RefusalCode
 from ring.core.stats import DropCause, RetryCause
 from student.config import TrainConfig
 from student.metrics import StepMetrics
-from student.train.resume import LOCK_FILE
+from student.train.claim import LOCK_FILE
 from teacher.serve import ServeConfig
 from tests.tiny_models import build_tiny_checkpoint
 

@@ -335,6 +335,14 @@ def test_what_a_failed_write_left_for_want_of_descriptors_is_said_and_goes_with_
     assert names(tmp_path) == ["step-1"]
 
 
+@pytest.mark.parametrize("name", [".writing-step-00000020", ".removing-step-00000020"])
+def test_a_file_where_a_directory_is_to_be_written_is_removed_like_one(tmp_path: Path, name: str) -> None:
+    write(tmp_path, 10)
+    (tmp_path / name).write_text("of nobody")
+    write(tmp_path, 20)
+    assert names(tmp_path) == ["step-00000010", "step-00000020"]
+
+
 def test_writing_leaves_the_mask_of_the_process_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other threads make files meanwhile."""
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import threading
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from ring.core.errors import ConfigError
-from student.train.resume import claimed
+from student.checkpoint import CheckpointError
+from student.train.claim import claimed
 
 NUM_RUNS, CLAIMS_A_RUN = 4, 100
 
@@ -66,6 +68,33 @@ def test_a_lock_that_a_killed_run_left_is_nobodys(tmp_path: Path) -> None:
     (tmp_path / ".lock").write_text("of a former life")
     with claimed(tmp_path, "mine"):
         assert (tmp_path / ".lock").read_text() == "mine"
+
+
+def test_a_run_whose_directory_was_taken_away_leaves_what_has_its_name_alone(tmp_path: Path) -> None:
+    out, aside = tmp_path / "out", tmp_path / "aside"
+    with claimed(out, "first") as first:
+        first.check()
+        out.rename(aside)
+        with pytest.raises(CheckpointError, match="was moved or removed"):
+            first.check()
+        with claimed(out, "second") as second, ExitStack() as nested:
+            second.check()
+            with pytest.raises(CheckpointError, match="was moved or removed"):
+                first.check()
+            nested.enter_context(pytest.raises(ConfigError, match="another run is writing there"))
+            nested.enter_context(claimed(aside))
+        assert not out.exists()
+    assert [path.name for path in aside.iterdir()] == [".lock"]
+
+
+def test_a_lock_is_removed_by_its_own_run_only(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with ExitStack() as first, ExitStack() as second:
+        first.enter_context(claimed(out))
+        out.rename(tmp_path / "aside")
+        second.enter_context(claimed(out, "second"))
+        first.close()
+        assert (out / ".lock").read_text() == "second"
 
 
 def test_a_directory_that_can_not_be_made_is_refused(tmp_path: Path) -> None:

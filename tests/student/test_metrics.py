@@ -20,6 +20,7 @@ import pytest
 from student.checkpoint import CheckpointError
 from student.metrics import MetricsFile, Reporter, StepMetrics, peak_rss_bytes, write_summary
 from student.train.resume import warn_of_gaps
+from tests.transport.test_memory import descriptors_below
 
 BALLAST_BYTES = 512 * 2**20
 
@@ -141,3 +142,9 @@ def test_a_disk_that_takes_no_summary_says_so_and_keeps_the_one_before(tmp_path:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert [(found.name, "before" in found.read_text()) for found in tmp_path.iterdir()] == [(name, True)]
+
+
+def test_the_peak_is_known_without_a_descriptor() -> None:
+    """It is asked for after each step, and no reason to end one."""
+    with descriptors_below(0):
+        assert peak_rss_bytes() > 1 << 20

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import resource
 import signal
 from pathlib import Path
@@ -30,6 +31,24 @@ def test_a_directory_that_another_run_writes_to(endpoint: str, start_student: St
     first.until_step(step + 3)
     first.send(signal.SIGTERM)
     assert first.wait() == 143
+
+
+@pytest.mark.parametrize("follower", [True, False])
+def test_a_directory_that_is_taken_away_ends_its_run_and_is_not_made_again(
+    endpoint: str, start_student: Start, follower: bool
+) -> None:
+    """Whatever has its name by then: another run, or nothing."""
+    first = start_student("--teacher", endpoint, "--checkpoint-every", 5, command=holding(7))
+    first.until_held_at(7)
+    aside = first.out.with_name("aside")
+    first.out.rename(aside)
+    if follower:
+        start_student("--teacher", endpoint, "--steps", 12, "--lr", "0.003").succeed()
+    before = snapshot(first.out) if follower else None
+    first.let_go()
+    check_refusal(first, 1, f"--out {first.out} was moved or removed while the run goes on")
+    assert (snapshot(first.out) if first.out.exists() else None) == before
+    assert (aside / "checkpoints" / "step-00000005").exists()
 
 
 @pytest.fixture
@@ -83,6 +102,19 @@ def test_another_teacher_is_noticed_though_the_run_file_is_lost(
     other = start_teacher(model=build_tiny_checkpoint(tmp_path / "other", "qwen3", seed=9, hidden_size=48))
     student = start_student("--teacher", other.endpoint, "--resume")
     check_refusal(student, 2, "--resume: ", "or teacher is another one", "allowed: what the run began with")
+
+
+def test_a_deterministic_run_knows_how_many_threads_the_library_chose(endpoint: str, start_student: Start) -> None:
+    flags = ("--teacher", endpoint, "--checkpoint-every", 5, "--threads")
+    first = start_student(*flags, 0, command=holding(7))
+    first.until_held_at(7)
+    first.send(signal.SIGKILL)
+    assert first.wait() == -signal.SIGKILL
+    num_threads = json.loads((first.out / "run.json").read_text())["threads"]
+    assert num_threads >= 1
+    other = start_student(*flags, num_threads + 1, "--resume")
+    check_refusal(other, 2, f"--resume: --threads was {num_threads}, now {num_threads + 1}; allowed: the settings")
+    start_student(*flags, 0, "--resume").succeed()
 
 
 def test_what_changes_the_last_bits_is_refused_in_a_deterministic_run(

@@ -134,6 +134,18 @@ def test_free_memory_is_enough_for_a_page() -> None:
     check_free_memory(4096, purpose="a page")
 
 
+def test_a_slot_that_is_larger_than_files_may_be_says_so() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = held()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    try:
+        with pytest.raises(ConfigError, match="slot 0: 8192 bytes are more than `ulimit -f` allows"):
+            SlotArena(1, 8192)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    expect_no_more(held, before)
+
+
 def few_descriptors(num_more: int) -> AbstractContextManager[None]:
     """Of this process, whose other threads take from the same few."""
     listed = os.listdir("/proc/self/fd")
