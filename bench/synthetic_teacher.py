@@ -28,8 +28,8 @@ from ring.core.messages import TokenRequest
 from teacher.body import SplitModel
 from teacher.fingerprint import head_sha256
 from teacher.forward import TeacherModel
-from teacher.serve import run_service
 from teacher.service import ServiceConfig, TeacherService
+from teacher.threads import Ending, run_service
 from transport import registry
 
 PROG = "bench.synthetic_teacher"
@@ -183,8 +183,8 @@ def serve(config: SyntheticConfig) -> None:
             ),
         )
         print(f"ready {port.endpoint} forward_s={reached_s:.6f}", flush=True)
-        run_service(service)
-        service.close()
+        with Ending(PROG) as ending:
+            run_service(service, ending)
     finally:
         port.close()
         context.term()

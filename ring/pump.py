@@ -70,12 +70,14 @@ class Pump:
         self.welcome: Welcome | None = None
         self.machine: StudentMachine | None = None
         self.arena: SlotArena | None = None
-        self.failure: DisaggKDError | None = None
         self.stopping = False
         # Released, but the device may still read: (seq, event).
         self.releasing: list[tuple[int, Event]] = []
         self._free: Callable[[int], None] = self._free_unopened
         self._needs: Needs | None = None
+        self._failure: DisaggKDError | None = None
+        # What ended the thread. There is room for it before: it may end because no memory is left.
+        self._cause: BaseException | None = None
         self._hello = hello
         self._options = options
         self._actions: deque[Action] = deque()
@@ -99,6 +101,16 @@ class Pump:
             # So that the machine can name it even if it never comes up.
             self._actions.extend(machine.replica_down(replica.name, error=replica.last_error, now_s=time.monotonic()))
         self.wake()
+
+    @property
+    def failure(self) -> DisaggKDError | None:
+        """Why nothing can come any more. What ended the pump's thread is put into words here, on the thread that asks:
+        that one may not have had the memory."""
+        if self._failure is None and self._cause is not None:
+            cause = self._cause
+            self._failure = LocalProtocolError(f"the ring's pump failed: {type(cause).__name__}: {cause}")
+            self._failure.__cause__ = cause
+        return self._failure
 
     def post(self, actions: Iterable[Action]) -> None:
         """Have the machine's actions carried out, after those posted before."""
@@ -136,11 +148,14 @@ class Pump:
             while not self.stopping:
                 if not self._turn(time.monotonic()):
                     self._sleep()
-        except Exception as error:
-            logger.debug("the pump failed", exc_info=True)
-            self._fail(LocalProtocolError(f"the ring's pump failed: {type(error).__name__}: {error}"))
-        finally:
+        except BaseException as error:  # noqa: BLE001 - `failure` tells the trainer's thread
+            self._cause = error
+        try:
             self._shut_down()
+        except BaseException as error:
+            if self._cause is None:  # what it failed over first is the better reason
+                self._cause = error
+                raise
 
     def _turn(self, now_s: float) -> bool:
         """One round over everything that may have happened; returns whether anything did."""
@@ -412,8 +427,8 @@ class Pump:
 
     def _fail(self, error: DisaggKDError) -> None:
         with self.lock:
-            if self.failure is None:
-                self.failure = error
+            if self._failure is None:
+                self._failure = error
             self.changed.notify_all()
 
     def _sleep(self) -> None:

@@ -1,26 +1,28 @@
 """`python -m teacher.serve`: a teacher replica as a process.
 
-Two threads: this one runs forward passes, the other talks to students. It prints one `ready` line when students may
-connect, and drains on SIGTERM or SIGINT: what it holds is still answered, new requests are refused, exit 0.
+It prints one `ready` line when students may connect, and drains on SIGTERM, SIGINT or SIGHUP: what it holds is still
+answered, new requests are refused, exit 0, after SIGHUP 129. Before that line a signal ends it at once.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import secrets
-import select
 import signal
 import socket
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType
 from typing import Literal
+
+from ring.starting import end_at_once, ending_at_once
+
+if __name__ == "__main__":
+    # Before what takes seconds to import.
+    end_at_once("teacher.serve")
 
 import torch
 import zmq
@@ -35,14 +37,12 @@ from ring.endpoints import check_exposure
 from teacher.destinations import Destinations
 from teacher.load import load_teacher
 from teacher.service import ServiceConfig, TeacherService
+from teacher.threads import Ending, ThreadEnded, run_service, words_of
 from transport import registry
 
 PROG = "teacher.serve"
-logger = logging.getLogger(PROG)
 #: What `make demo` leaves; the bare command serves it.
 DEMO_MODEL = Path("runs/demo/teacher")
-#: A drain that takes longer than this is given up: a student that does not read must not keep the process.
-DRAIN_TIMEOUT_S = 60.0
 #: How often it is looked for early students while the model is loaded.
 ADMIT_EVERY_S = 0.1
 #: More would only fail later: no machine has that many cores.
@@ -97,8 +97,10 @@ def with_demo_model(config: ServeConfig) -> ServeConfig:
     return replace(config, model=str(DEMO_MODEL))
 
 
-def serve(config: ServeConfig) -> None:
-    """Serve until SIGTERM or SIGINT. Raises ConfigError: the model, the port or the transport is not to be had."""
+def serve(config: ServeConfig) -> int:
+    """Serve until a signal asks for the end; returns the exit code.
+
+    Raises ConfigError: the model, the port or the transport is not to be had. Raises ThreadEnded."""
     assert config.model is not None
     check_exposure(config.listen, flag="--listen", auth=config.auth is not None, insecure=config.insecure)
     keyring = None if config.auth is None else load_keyring(config.auth)
@@ -131,10 +133,11 @@ def serve(config: ServeConfig) -> None:
                 destinations=Destinations.of(config.listen, with_keys=keyring is not None),
             ),
         )
-        with closing(service):
-            facts = f"model={model.name} fingerprint={model.fingerprint} device={model.device} "
-            facts += f"dtype={model.dtype.value} transport={','.join(backends)}"
-            run_service(service, ready=lambda: _announce(config, port.endpoint, facts))
+        facts = f"model={model.name} fingerprint={model.fingerprint} device={model.device} "
+        facts += f"dtype={model.dtype.value} transport={','.join(backends)}"
+        with closing(service), Ending(PROG) as ending:
+            run_service(service, ending, ready=lambda: _announce(config, port.endpoint, facts))
+        return 128 + signal.SIGHUP if ending.signal == signal.SIGHUP else 0
     finally:
         port.close()
         context.term()
@@ -145,10 +148,15 @@ def admitting(port: ZmqPort) -> Iterator[None]:
     """Decide within the block, on a thread, who may connect: without it students with keys that come early would be cut
     off, and take it for a refusal. The port must not be used otherwise meanwhile."""
     done = threading.Event()
+    failure: BaseException | None = None
 
     def admit() -> None:
-        while not done.wait(ADMIT_EVERY_S):
-            port.admit()
+        nonlocal failure
+        try:
+            while not done.wait(ADMIT_EVERY_S):
+                port.admit()
+        except BaseException as error:  # noqa: BLE001 - raised when the block ends
+            failure = error
 
     thread = threading.Thread(target=admit, name="teacher-admit", daemon=True)
     thread.start()
@@ -157,6 +165,8 @@ def admitting(port: ZmqPort) -> Iterator[None]:
     finally:
         done.set()
         thread.join()
+    if failure is not None:
+        raise ThreadEnded(f"the thread that lets students in ended: {words_of(failure)}") from failure
 
 
 def _forget_ready_file(name: str | None) -> None:
@@ -197,74 +207,21 @@ def _new_file_beside(name: str, text: str) -> Path:
     return path
 
 
-def run_service(service: TeacherService, *, ready: Callable[[], None] = lambda: None) -> None:
-    """Both threads, until a signal asks for the end and everything held is answered.
-
-    ready: called once students are served and signals are heeded: whoever is told may send one at once."""
-    stop = threading.Event()
-    failures: list[BaseException] = []
-
-    def on_signal(number: int, frame: FrameType | None) -> None:
-        stop.set()
-
-    before = {number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
-    done = threading.Event()
-    io_thread = threading.Thread(target=_talk_or_fail, args=(service, done, failures), name="teacher-io", daemon=True)
-    io_thread.start()
-    try:
-        ready()
-        while not stop.is_set() and not failures:
-            if not service.compute_turn():
-                service.wait_for_work(timeout_s=0.5)
-        logger.info("draining")
-        service.drain()
-        give_up_s = time.monotonic() + DRAIN_TIMEOUT_S
-        while not service.drained and not failures and time.monotonic() < give_up_s:
-            if not service.compute_turn():
-                service.wait_for_work(timeout_s=0.05)
-    finally:
-        done.set()
-        io_thread.join()
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    if failures:
-        raise failures[0]
-
-
-def _talk_or_fail(service: TeacherService, done: threading.Event, failures: list[BaseException]) -> None:
-    try:
-        talk(service, done)
-    except BaseException as error:  # noqa: BLE001 - handed to the main thread, which raises it
-        failures.append(error)
-
-
-def talk(service: TeacherService, done: threading.Event) -> None:
-    """The I/O thread's work until `done` is set: everything but the forward passes."""
-    while not done.is_set():
-        if service.io_turn():
-            continue
-        poller = select.poll()
-        for fd in service.wait_fds():
-            poller.register(fd, select.POLLIN)
-        deadline_s = service.next_deadline_s()
-        left_s = 0.5 if deadline_s is None else min(0.5, max(0.0, deadline_s - time.monotonic()))
-        poller.poll(left_s * 1e3 + 1)
-        service.acknowledge_wake()
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in arguments
+    code = 0
 
     def command() -> None:
+        nonlocal code
         config = with_demo_model(parse(ServeConfig, arguments, prog=PROG, description=(__doc__ or "").split("\n")[0]))
         set_up_logging(debug=config.debug)
         tell(f"{PROG}\n{describe(config)}")
-        serve(config)
+        code = serve(config)
 
-    with suppress(BrokenPipeError):
-        return run(command, prog=PROG, debug=debug)
+    with ending_at_once(PROG), suppress(BrokenPipeError):
+        return run(command, prog=PROG, debug=debug) or code
     return 1
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -79,6 +78,20 @@ class Student:
         return f"it said hello, and then {'offered no slots' if self.offer is None else 'its channel did not open'}"
 
 
+@dataclass(kw_only=True, eq=False)
+class Opening:
+    """A channel that a thread opens. `result`: there is room for it before the thread begins; None: none yet, or the
+    thread ended without one, for which there may have been no memory."""
+
+    student: Student
+    result: Sender | BaseException | None = None
+    thread: threading.Thread = field(init=False)
+
+    @property
+    def has_ended(self) -> bool:
+        return self.result is not None or not self.thread.is_alive()
+
+
 class Students:
     """Not thread-safe: the service's lock guards it. Only the threads that open and close channels run beside it."""
 
@@ -91,8 +104,7 @@ class Students:
         self._wake = wake
         self._complaints = complaints
         self._students: dict[str, Student] = {}
-        self._opened: deque[tuple[Student, Sender | Exception, threading.Thread]] = deque()
-        self._openings: dict[threading.Thread, Student] = {}
+        self._openings: list[Opening] = []
         self._closings: set[threading.Thread] = set()
 
     def __iter__(self) -> Iterator[Student]:
@@ -150,7 +162,7 @@ class Students:
     def _num_places(self) -> int:
         """Students, and those that left while their channel was being opened: each has a thread and a socket yet. Of
         one whose channel has ended nothing is left but its name."""
-        left_opening = sum(self.get(one.name) is not one for one in self._openings.values())
+        left_opening = sum(self.get(one.student.name) is not one.student for one in self._openings)
         return left_opening + sum(one.ending is None for one in self)
 
     def open(self, student: Student, offer: Offer, *, now_s: float) -> None:
@@ -174,33 +186,33 @@ class Students:
         student.offer = offer
         # By then the opening has ended by itself, or never will.
         student.expires_s = now_s + 2 * OPEN_TIMEOUT_S
-        thread = threading.Thread(target=self._open, args=(student, offer), name="teacher-open", daemon=True)
+        opening = Opening(student=student)
+        opening.thread = threading.Thread(target=self._open, args=(opening, offer), name="teacher-open", daemon=True)
         try:
-            thread.start()
+            opening.thread.start()
         except RuntimeError as error:  # no more threads for this user or container
             raise TransportError(f"the teacher can't open a channel: {error}; raise its limit of threads") from error
-        self._openings[thread] = student
+        self._openings.append(opening)
 
-    def _open(self, student: Student, offer: Offer) -> None:
+    def _open(self, opening: Opening, offer: Offer) -> None:
         try:
-            result: Sender | Exception = load(offer.backend).open_sender(
+            opening.result = load(offer.backend).open_sender(
                 offer.description,
                 num_slots=offer.num_slots,
                 slot_bytes=offer.slot_bytes,
                 timeout_s=OPEN_TIMEOUT_S,
             )
-        except Exception as error:  # noqa: BLE001 - it costs this student its channel, not the others their teacher
-            result = error
-        self._opened.append((student, result, threading.current_thread()))
+        except BaseException as error:  # noqa: BLE001 - it costs this student its channel, not the others their teacher
+            opening.result = error
         self._wake()
 
     def opened(self) -> list[tuple[Student, DisaggKDError | None]]:
         """The students whose channel is open now, or could not be opened and why; each once."""
         news: list[tuple[Student, DisaggKDError | None]] = []
-        while self._opened:
-            student, result, thread = self._opened.popleft()
-            thread.join()
-            self._openings.pop(thread, None)
+        for opening in [one for one in self._openings if one.has_ended]:
+            opening.thread.join()
+            self._openings.remove(opening)
+            student, result = opening.student, opening.result
             if self._students.get(student.name) is not student:  # it left meanwhile
                 if isinstance(result, Sender):
                     result.close()
@@ -210,7 +222,8 @@ class Students:
             elif isinstance(result, DisaggKDError):
                 news.append((student, result))
             else:
-                news.append((student, RemoteProtocolError(f"its channel: {type(result).__name__}: {result}")))
+                why = "ended without a word" if result is None else f"{type(result).__name__}: {result}"
+                news.append((student, RemoteProtocolError(f"its channel: {why}")))
         return news
 
     def overdue(self, now_s: float) -> list[Student]:
@@ -240,13 +253,15 @@ class Students:
         """Forget all; returns once no opening thread is left, or those that are have had their time."""
         for student in self:
             self.remove(student.name)
-        for thread in self._closings:
-            thread.join()
         give_up_s = time.monotonic() + 2 * OPEN_TIMEOUT_S
-        for thread, student in self._openings.items():
+        for thread in self._closings:
             thread.join(max(0.0, give_up_s - time.monotonic()))
             if thread.is_alive():
-                logger.warning("student %s: its channel is still being opened; left behind", student.name)
+                logger.warning("the channel of a student is still being closed; left behind")
+        for opening in self._openings:
+            opening.thread.join(max(0.0, give_up_s - time.monotonic()))
+            if opening.thread.is_alive():
+                logger.warning("student %s: its channel is still being opened; left behind", opening.student.name)
         self.opened()
 
     def _close(self, sender: Sender) -> None:

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from bench.synthetic_teacher import SyntheticBody, synthetic_model
 from ring.control import ZmqPort
-from teacher.serve import run_service
 from teacher.service import ServiceConfig, TeacherService
+from teacher.threads import Ending, run_service
 from transport import registry
 
 
@@ -53,9 +53,8 @@ def main(argv: Sequence[str]) -> int:
         ),
     )
     print(f"ready {port.endpoint}", flush=True)
-    run_service(service)
-    service.close()
-    port.close()
+    with Ending("sleeping_teacher") as ending:
+        run_service(service, ending)
     context.term()
     return 0
 

@@ -28,8 +28,8 @@ from ring.core.messages import Hello, TokenRequest
 from ring.local_control import local_pair
 from ring.prefetch import Ring
 from teacher.forward import TeacherModel
-from teacher.serve import talk
 from teacher.service import ServiceConfig, TeacherService
+from teacher.threads import talk
 from tests.ports import free_port
 from tests.tiny_models import TOKENIZER_VOCAB
 from transport import registry
@@ -117,14 +117,14 @@ class Teacher:
         if self._context is not None:
             self._context.term()
 
-    def _run(self, work: Callable[[TeacherService, threading.Event], None], frozen: threading.Event) -> None:
+    def _run(self, work: Callable[[TeacherService, Callable[[], bool]], None], frozen: threading.Event) -> None:
         try:
-            work(self.service, frozen)
+            work(self.service, frozen.is_set)
         except BaseException as error:  # noqa: BLE001 - the test that owns this teacher raises it
             self.failures.append(error)
 
-    def _compute(self, service: TeacherService, frozen: threading.Event) -> None:
-        while not frozen.is_set():
+    def _compute(self, service: TeacherService, is_frozen: Callable[[], bool]) -> None:
+        while not is_frozen():
             with self._computing:
                 computed = (self._computes_freely or self._passes_allowed.acquire(blocking=False)) and (
                     service.compute_turn() or self._give_pass_back()

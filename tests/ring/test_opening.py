@@ -66,6 +66,46 @@ def test_an_opening_for_which_no_thread_is_left_costs_that_student_alone(
             consume(ring, model, range(3))
 
 
+def test_an_opening_that_ends_without_a_word_costs_that_student_alone(
+    model: TeacherModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its thread had no memory to say that it failed: the place is another's all the same."""
+    with Teacher(model, max_students=1) as asked:
+        stranger = Stranger(asked.endpoint)
+        assert isinstance(stranger.ask(make_hello(model)), Welcome)
+        with monkeypatch.context() as patch:
+            patch.setattr(Students, "_open", lambda *_: None)
+            answer = stranger.ask(an_offer(model))
+        assert answer == Goodbye(reason="its channel: ended without a word")
+        stranger.close()
+        with open_ring(model, asked) as ring:
+            consume(ring, model, range(3))
+
+
+def test_a_channel_that_never_closes_does_not_keep_the_teacher(
+    model: TeacherModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    let_go = threading.Event()
+    close = shm.ShmSender.close
+
+    def close_late(sender: shm.ShmSender) -> None:
+        let_go.wait(HANG_GUARD_S)
+        close(sender)
+
+    try:
+        with Teacher(model, backend="shm") as asked:
+            with open_ring(model, asked, transport="shm") as leaving:
+                consume(leaving, model, range(2))
+                monkeypatch.setattr(shm.ShmSender, "close", close_late)
+                monkeypatch.setattr(students_module, "OPEN_TIMEOUT_S", 0.001)
+            wait_until(lambda: asked.service.stats().students == 0, "its departure")
+            asked.close()
+            assert not let_go.is_set()
+            assert "is still being closed; left behind" in caplog.text
+    finally:
+        let_go.set()
+
+
 def test_a_student_that_leaves_keeps_its_place_until_its_opening_has_ended(
     model: TeacherModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
