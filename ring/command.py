@@ -11,15 +11,19 @@ import dataclasses
 import logging
 import os
 import re
+import signal
 import sys
+import threading
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FrameType
 from typing import TYPE_CHECKING, TypeVar, get_args, get_origin, get_type_hints
 
 from jsonargparse import ActionConfigFile, ArgumentError, ArgumentParser
 
 from ring.config_file import allowed_values, check_files, closest
 from ring.core.errors import ConfigError, DisaggKDError
+from ring.outputs import open_standard_streams, unhindered_outputs
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -114,28 +118,63 @@ def describe(config: DataclassInstance) -> str:
     return "\n".join(f"  {name:<{width}}  {value}" for name, value in values.items())
 
 
-def run(command: Callable[[], None], *, prog: str, debug: bool) -> int:
-    """Run a command; a known error becomes one line on stderr and its exit code, with a traceback only for `debug`."""
-    try:
-        command()
-    except DisaggKDError as error:
-        if debug or _shows_debug():
-            tell(traceback.format_exc())
-        with contextlib.suppress(OSError):
-            sys.stdout.flush()
+def run(command: Callable[[], None], *, prog: str, debug: bool, waits_for_output: bool = True) -> int:
+    """Run a command; a known error becomes one line on stderr and its exit code, with a traceback only for `debug`.
+
+    waits_for_output: a terminal or pipe that takes nothing holds the command up, as one expects of a short one."""
+    open_standard_streams()
+    with contextlib.nullcontext() if waits_for_output else unhindered_outputs(), _noted_interrupts() as interrupts:
+        try:
+            command()
+        except KeyboardInterrupt as error:
+            return _interrupted(prog, error)
+        except Exception as error:  # noqa: BLE001 - nothing is lost: the line names it, and --debug shows where
+            if interrupts and (isinstance(error, ConfigError) or not isinstance(error, DisaggKDError)):
+                # It struck in the midst of an import, say, which made something else of it.
+                return _interrupted(prog, KeyboardInterrupt())
+            return _failed(prog, error, debug=debug or _shows_debug())
+    return 0
+
+
+def _failed(prog: str, error: Exception, *, debug: bool) -> int:
+    """Says it; returns the exit code."""
+    if debug:
+        tell("".join(traceback.format_exception(error)))
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+    if isinstance(error, DisaggKDError):
         tell(f"{prog}: error: {one_line(str(error))}")
         return error.exit_code
-    except KeyboardInterrupt:
-        tell(f"{prog}: interrupted")
-        return 130
-    except Exception as error:  # noqa: BLE001 - nothing is lost: the line names it, and --debug shows where
-        debug = debug or _shows_debug()
-        if debug:
-            tell(traceback.format_exc())
-        where = "" if debug else "; --debug shows where"
-        tell(f"{prog}: error: {type(error).__name__}: {one_line(str(error))}{where}")
-        return 1
-    return 0
+    where = "" if debug else "; --debug shows where"
+    tell(f"{prog}: error: {type(error).__name__}: {one_line(str(error))}{where}")
+    return 1
+
+
+def _interrupted(prog: str, error: KeyboardInterrupt) -> int:
+    """Says it; returns the exit code. A handler of another signal than SIGINT raises it with that one's number."""
+    tell(f"{prog}: interrupted")
+    number = error.args[0] if error.args else signal.SIGINT
+    return 128 + (number if isinstance(number, int) else signal.SIGINT)
+
+
+@contextlib.contextmanager
+def _noted_interrupts() -> Iterator[list[int]]:
+    """SIGINT as Python handles it, and noted: not all code lets a KeyboardInterrupt through."""
+    noted: list[int] = []
+
+    def on_interrupt(number: int, frame: FrameType | None) -> None:
+        noted.append(number)
+        raise KeyboardInterrupt
+
+    is_ours = threading.current_thread() is threading.main_thread()
+    if not is_ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield noted  # ignored, as a shell's `&` leaves it; or whoever called us has a handler
+        return
+    signal.signal(signal.SIGINT, on_interrupt)
+    try:
+        yield noted
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def tell(text: str) -> None:

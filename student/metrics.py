@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from ring.core.errors import ConfigError
+from ring.outputs import unhindered_outputs
 from student.checkpoint import CheckpointError
 from student.durable import sync
 
@@ -218,8 +219,12 @@ class Reporter:
         self._every = max(1, num_steps // self.PLAIN_LINES)
         self._first = first_step
         self._progress: Progress | None = None
-        self._task: TaskID | None = None
-        if sys.stdout.isatty() and not silent:
+        self._task = TaskID(0)
+        self._ended = contextlib.ExitStack()
+
+    def __enter__(self) -> Reporter:
+        self._ended.enter_context(unhindered_outputs())
+        if sys.stdout.isatty() and not self._silent:
             self._progress = Progress(
                 TextColumn("{task.description}", markup=False),
                 BarColumn(),
@@ -229,18 +234,29 @@ class Reporter:
                 # What is said names paths and models: text, no markup.
                 console=Console(file=sys.stdout, markup=False, emoji=False),
             )
-            self._task = self._progress.add_task("training", total=num_steps, completed=first_step, note="")
-
-    def __enter__(self) -> Reporter:
-        if self._progress is not None:
-            self._progress.start()
+            self._task = self._progress.add_task("training", total=self._num_steps, completed=self._first, note="")
+            self._draw(Progress.start)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._progress is not None:
-            self._progress.stop()
+        self._draw(Progress.stop)
+        self._ended.close()
+
+    def _draw(self, call: Callable[[Progress], None]) -> bool:
+        """Whether there is a bar. One that can't be drawn is no reason to end a run, nor to hide another error."""
+        progress = self._progress
+        if progress is None:
+            return False
+        try:
+            call(progress)
+        except Exception as error:  # noqa: BLE001 - whatever it is: it is said, and lines take the bar's place
+            self._progress = None
+            with contextlib.suppress(Exception):
+                progress.stop()
+            logger.warning("no progress bar any more (%s: %s); the run goes on", type(error).__name__, error)
+        return self._progress is not None
 
     def step(self, metrics: StepMetrics) -> None:
         note = (
@@ -248,9 +264,9 @@ class Reporter:
             f"stall {metrics.student_stall_s / max(metrics.step_s, 1e-9):.0%}"
             f"{'  left out' if metrics.samples_left_out else ''}"
         )
-        if self._progress is not None and self._task is not None:
-            self._progress.update(self._task, completed=metrics.step, note=note)
-        elif (
+        if self._draw(lambda progress: progress.update(self._task, completed=metrics.step, note=note)):
+            return
+        if (
             metrics.step % self._every == 0
             or metrics.step in (self._first + 1, self._num_steps)
             or self._clock() >= self._said_s + self.LONGEST_SILENCE_S
@@ -259,9 +275,7 @@ class Reporter:
             self._print(f"step {metrics.step}/{self._num_steps}  {note}")
 
     def say(self, text: str) -> None:
-        if self._progress is not None:
-            self._progress.console.print(text, highlight=False)
-        else:
+        if not self._draw(lambda progress: progress.console.print(text, highlight=False)):
             self._print(text)
 
     def _print(self, text: str) -> None:

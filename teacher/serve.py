@@ -221,7 +221,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = serve(config)
 
     with ending_at_once(PROG), suppress(BrokenPipeError):
-        return run(command, prog=PROG, debug=debug) or code
+        return run(command, prog=PROG, debug=debug, waits_for_output=False) or code
     return 1
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -113,7 +116,13 @@ def test_numbers_may_be_written_as_python_writes_them(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("debug", [True, False])
 @pytest.mark.parametrize(
-    ("error", "code"), [(TeacherLost("gone"), 3), (ValueError("odd"), 1), (KeyboardInterrupt(), 130)]
+    ("error", "code"),
+    [
+        (TeacherLost("gone"), 3),
+        (ValueError("odd"), 1),
+        (KeyboardInterrupt(), 130),
+        (KeyboardInterrupt(signal.SIGTERM), 143),
+    ],
 )
 def test_a_log_on_a_full_disk_changes_no_exit_code(
     monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int, debug: bool
@@ -129,3 +138,33 @@ def test_a_log_on_a_full_disk_changes_no_exit_code(
         monkeypatch.undo()
         with contextlib.suppress(OSError):  # it still has what it could not write
             full.close()
+
+
+@pytest.mark.parametrize("error", [ValueError("odd"), ConfigError("no such model")])
+def test_ctrl_c_that_a_library_makes_something_else_of_is_ctrl_c_all_the_same(
+    capsys: pytest.CaptureFixture[str], error: Exception
+) -> None:
+    def command() -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+        except KeyboardInterrupt:
+            raise error from None
+
+    before = signal.getsignal(signal.SIGINT)
+    assert run(command, prog="it", debug=False) == 130
+    assert capsys.readouterr().err == "it: interrupted\n"
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_command_without_outputs_keeps_its_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Python starts where they are closed."""
+
+    def command() -> None:
+        print("a result")
+        raise TeacherLost("gone")
+
+    for name in ("stdin", "stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    assert run(command, prog="it", debug=True, waits_for_output=False) == 3
+    for opened in (sys.stdin, sys.stdout, sys.stderr):
+        opened.close()

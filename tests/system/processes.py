@@ -132,7 +132,7 @@ _numbers: defaultdict[tuple[Path, str], Iterator[int]] = defaultdict(itertools.c
 
 class Command:
     """`python -m module arguments` as a process of its own. env: variables that it has besides ours. namespaces: paths
-    of Linux namespaces that it runs in."""
+    of Linux namespaces that it runs in. terminal: where its output goes, instead of files."""
 
     def __init__(
         self,
@@ -141,6 +141,7 @@ class Command:
         cwd: Path,
         env: Mapping[str, str] | None = None,
         namespaces: Sequence[str] = (),
+        terminal: str | None = None,
     ) -> None:
         number = next(_numbers[cwd, module])
         self.out_file = cwd / f"{module}-{number}.out"
@@ -149,8 +150,8 @@ class Command:
             module,
             [str(one) for one in arguments],
             cwd=cwd,
-            out=self.out_file,
-            error=self.error_file,
+            out=self.out_file if terminal is None else Path(terminal),
+            error=self.error_file if terminal is None else Path(terminal),
             env=env or {},
             namespaces=namespaces,
         )
