@@ -40,8 +40,7 @@ def write_directory(path: Path, fill: Callable[[Path], None], *, needed_bytes: i
         _sync_tree(aside)
         _put_in_place(aside, path)
     except BaseException:
-        if aside.exists():
-            _remove(aside)
+        _remove(aside)
         raise
     _remove_if_there(root / f"{_REPLACED}{path.name}")
 
@@ -135,7 +134,7 @@ def _remove(path: Path) -> None:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
-            path.unlink()
+            path.unlink(missing_ok=True)
     except OSError as error:
         # Whatever took its place is durable already: the run goes on.
         _log.warning("%s could not be removed: %s", path, error)

@@ -7,8 +7,10 @@ weights is possible, but only where it is asked for.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -235,16 +237,41 @@ def _refusal(source: str, part: str, allowed: str) -> Iterator[None]:
         raise ConfigError(f"student {source}: {part}: {lines[0][:300]}; allowed: {allowed}") from error
 
 
+@dataclass(frozen=True)
+class _Loudness:
+    verbosity: int
+    bars_shown: bool
+
+    @classmethod
+    def of_now(cls) -> _Loudness:
+        library: Any = transformers.utils.logging
+        return cls(library.get_verbosity(), library.is_progress_bar_enabled())
+
+    def apply(self) -> None:
+        library: Any = transformers.utils.logging
+        library.set_verbosity(self.verbosity)
+        (library.enable_progress_bar if self.bars_shown else library.disable_progress_bar)()
+
+
+#: What was there when each thread came; the first is what there was before all of them.
+_quiet: list[_Loudness] = []
+_quiet_lock = threading.Lock()
+
+
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """No load reports and bars of transformers: what they say is checked, and errors are one line of ours."""
-    logging: Any = transformers.utils.logging
-    verbosity, bars_shown = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity(logging.CRITICAL)
-    logging.disable_progress_bar()
+    """No load reports and bars of transformers: what they say is checked, and errors are one line of ours.
+
+    The settings are the process's: several threads may be in here at a time, and the last one out puts them back."""
+    with _quiet_lock:
+        _quiet.append(_Loudness.of_now())
+        _Loudness(logging.CRITICAL, bars_shown=False).apply()
     try:
         yield
     finally:
-        logging.set_verbosity(verbosity)
-        if bars_shown:
-            logging.enable_progress_bar()
+        with _quiet_lock:
+            if len(_quiet) == 1:
+                _quiet[0].apply()
+                _quiet.clear()
+            else:
+                _quiet.pop()

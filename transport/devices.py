@@ -26,10 +26,12 @@ def rdma_devices() -> list[str]:
 
 
 def local_address(local_host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    """The one address that the name or address stands for. Raises ConfigError: it stands for none, or for every."""
+    """The one address that the name or address stands for. Raises ConfigError: it stands for none, or for every.
+    Raises TransportError: no descriptor is left to find out with."""
     try:
         address = ipaddress.ip_address(socket.getaddrinfo(local_host, None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError as error:
+        _check_descriptors(local_host, error)
         raise ConfigError(f"{local_host!r} is not an address of this machine: {error}") from error
     if address.is_unspecified:
         raise ConfigError(f"{local_host!r} is every address; give the one that the other side can reach")
@@ -44,13 +46,19 @@ def net_devices(local_host: str) -> str | None:
     address = local_address(local_host)
     try:
         name = interface_of(address)
+        others = [] if address.is_loopback or name is None else rdma_devices()
     except OSError as error:
-        if remedy(error):
-            raise TransportError(f"the interface of {local_host!r} can't be told: {error}{remedy(error)}") from error
+        _check_descriptors(local_host, error)
         raise ConfigError(f"{local_host!r} is not an address of this machine: {error}") from error
     if address.is_loopback:
         return name
-    return None if name is None else ",".join([name, *rdma_devices()])
+    return None if name is None else ",".join([name, *others])
+
+
+def _check_descriptors(local_host: str, error: OSError) -> None:
+    """Raises TransportError: it says that none is left to find out with."""
+    if remedy(error):
+        raise TransportError(f"the interface of {local_host!r} can't be told: {error}{remedy(error)}") from error
 
 
 def interface_of(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> str | None:

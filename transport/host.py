@@ -43,9 +43,10 @@ def descriptors_for(what: str) -> Iterator[None]:
         raise TransportError(f"{what} could not be opened: {error.strerror}{remedy(error)}") from error
 
 
-def remedy(error: OSError) -> str:
-    """What to append to a message about it."""
-    return ": raise `ulimit -n`" if error.errno in (errno.EMFILE, errno.ENFILE) else ""
+def remedy(error: Exception) -> str:
+    """What to append to a message about it; empty unless a lack of descriptors is what it is about."""
+    # zmq's errors have a number too, and are no OSError.
+    return ": raise `ulimit -n`" if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE) else ""
 
 
 def check_descriptors(needed: int, *, what: str) -> None:

@@ -154,10 +154,10 @@ def check_free_memory(
 def _free_memory() -> list[tuple[str, int]]:
     """(what limits, bytes left there) for each limit that can be read."""
     limits = []
-    for line in Path("/proc/meminfo").read_text().splitlines():
+    for line in _read_lines(Path("/proc/meminfo")):
         if line.startswith("MemAvailable:"):
             limits.append(("the machine", int(line.split()[1]) * 1024))
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
+    for line in _read_lines(Path("/proc/self/cgroup")):
         _, controllers, group = line.split(":", 2)
         if not controllers:  # version 2
             root, limit_file, usage_file = "/sys/fs/cgroup", "memory.max", "memory.current"
@@ -194,12 +194,15 @@ def _read_int(path: Path) -> int | None:
     return int(text) if text.isdecimal() else None
 
 
-def _read_stat(path: Path) -> dict[str, int]:
+def _read_lines(path: Path) -> list[str]:
     try:
-        lines = path.read_text().splitlines()
+        return path.read_text().splitlines()
     except OSError:
-        return {}
-    pairs = (line.split() for line in lines)
+        return []
+
+
+def _read_stat(path: Path) -> dict[str, int]:
+    pairs = (line.split() for line in _read_lines(path))
     return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdecimal()}
 
 

@@ -118,7 +118,9 @@ class Listener:
                         self._hand_over(stranger.connection)
                 except OSError as error:
                     stranger.connection.close()
-                    raise TransportError(f"shm: the slots could not be handed to the teacher: {error}") from error
+                    raise TransportError(
+                        f"shm: the slots could not be handed to the teacher: {error}{remedy(error)}"
+                    ) from error
                 return stranger
             stranger.connection.close()
         return None
@@ -232,7 +234,7 @@ def _checked_slot(fd: int, slot_bytes: int) -> torch.Tensor:
 
 
 def _private_directory(opened: contextlib.ExitStack) -> str:
-    """A new directory that only this user can enter, locked until it is removed, which is when `opened` is closed."""
+    """A new directory that only this user can enter, locked until `opened` is closed, which removes it."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     parent = runtime if runtime and os.access(runtime, os.W_OK | os.X_OK) else tempfile.gettempdir()
     _sweep(parent)

@@ -22,6 +22,7 @@ import numpy as np
 
 from ring.core.errors import ConfigError, RemoteProtocolError, TransportError
 from transport import ucx_library as lib
+from transport.host import descriptors_for
 
 #: Messages from this length on are rendezvous.
 RENDEZVOUS_BYTES = 12 * 1024
@@ -66,7 +67,9 @@ class Context:
 
     def __init__(self, settings: Mapping[str, str]) -> None:
         self.ucp = lib.load()
-        unsafe = lib.why_unsafe(lib.version(), environ=os.environ, maps=Path("/proc/self/maps").read_text())
+        with descriptors_for("ucx: what this process has loaded"):
+            maps = Path("/proc/self/maps").read_text()
+        unsafe = lib.why_unsafe(lib.version(), environ=os.environ, maps=maps)
         if unsafe is not None:
             raise ConfigError(f"UCX {version()} is not safe with {unsafe}; allowed: 1.22 or newer, or without that")
         config, handle = c_void_p(), c_void_p()

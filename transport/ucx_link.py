@@ -19,7 +19,7 @@ from ring.core.errors import RemoteProtocolError, TransportError
 from ring.core.messages import FillId
 from transport import ucx_core
 from transport.devices import net_devices
-from transport.host import descriptors_for, host_id
+from transport.host import descriptors_for, host_id, remedy
 from transport.ucx_core import Connection, Message, Transfer, Worker
 from transport.wakeup import Wakeup
 
@@ -116,7 +116,7 @@ class Link:
             except ProcessLookupError:
                 self._process_is_gone = True
             except OSError as error:
-                raise TransportError(f"ucx: process {pid} can't be watched: {error}") from error
+                raise TransportError(f"ucx: process {pid} can't be watched: {error}{remedy(error)}") from error
 
     def say(self, message: bytes) -> Transfer:
         """Send a control message. Raises TransportError: the connection is broken."""

@@ -94,15 +94,19 @@ class UcxReceiver(Receiver):
         self._lost: str | None = None
         self._closed = False
         self._token = secrets.token_bytes(TOKEN_BYTES)
-        self._link = Link(self._token, listens=TO_STUDENT, speaks=TO_TEACHER, local_host=bind_host)
         self._description: Description = {
-            "address": self._link.address(),
             "token": self._token,
             "host": str(local_address(bind_host)),  # a teacher looks up no names
             "host_id": host_id(),
             "pid": os.getpid(),
         }
-        self._link.settle()
+        self._link = Link(self._token, listens=TO_STUDENT, speaks=TO_TEACHER, local_host=bind_host)
+        try:
+            self._description["address"] = self._link.address()
+            self._link.settle()
+        except BaseException:
+            self._link.close()
+            raise
 
     def describe(self) -> Description:
         return self._description

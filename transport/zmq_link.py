@@ -34,7 +34,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from ring.core.errors import ConfigError, DeadlineExceeded, RemoteProtocolError, TransportError
 from ring.core.messages import Description
-from transport.host import DESCRIPTORS_A_LINK, check_descriptors, descriptors_for
+from transport.host import DESCRIPTORS_A_LINK, check_descriptors, descriptors_for, remedy
 from transport.wakeup import Wakeup
 from transport.zap import Knock, ZapHandler
 
@@ -85,7 +85,8 @@ class Link:
         try:
             self.socket = self.make_socket(zmq.DEALER)
             self._configure(self.socket)
-            self._monitor = self.socket.get_monitor_socket(_LIFE_EVENTS)
+            with _sockets_for("a link's monitor"):
+                self._monitor = self.socket.get_monitor_socket(_LIFE_EVENTS)
             self._watch(self._monitor)
         except BaseException:
             self.close()
@@ -93,7 +94,8 @@ class Link:
 
     def make_socket(self, kind: int) -> zmq.Socket[bytes]:
         """Another socket whose messages count as news and that is closed with the link."""
-        socket = self._context.socket(kind)
+        with _sockets_for("a link"):
+            socket = self._context.socket(kind)
         self._watch(socket)
         return socket
 
@@ -230,8 +232,19 @@ def show_credentials(link: Link, invitation: Description) -> None:
         raise RemoteProtocolError(f"zmq: a token or key that is none: {error}") from error
 
 
+@contextlib.contextmanager
+def _sockets_for(what: str) -> Iterator[None]:
+    """Raises TransportError: zmq gave none."""
+    try:
+        yield
+    except zmq.ZMQError as error:
+        raise TransportError(f"zmq: no socket for {what}: {error}{remedy(error)}") from error
+
+
 def bind(link: Link, bind_host: str) -> str:
-    """Listen on a free port of that address; returns the endpoint for the peer. Raises ConfigError: it can't."""
+    """Listen on a free port of that address; returns the endpoint for the peer.
+
+    Raises ConfigError: it can't. Raises TransportError: no descriptor is left."""
     try:
         found = sockets.getaddrinfo(bind_host, None, type=sockets.SOCK_STREAM)
         address = ipaddress.ip_address(found[0][4][0])
@@ -241,6 +254,8 @@ def bind(link: Link, bind_host: str) -> str:
         link.socket.setsockopt(zmq.IPV6, address.version == 6)
         link.socket.bind(f"tcp://[{address}]:*" if address.version == 6 else f"tcp://{address}:*")
     except (OSError, ValueError, zmq.ZMQError) as error:
+        if remedy(error):
+            raise TransportError(f"zmq: can't listen on {bind_host!r}: {error}{remedy(error)}") from error
         raise ConfigError(f"zmq: can't listen on {bind_host!r}: {error}") from error
     return link.socket.getsockopt_string(zmq.LAST_ENDPOINT)
 

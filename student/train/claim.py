@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
 
 from ring.core.errors import ConfigError
 from student.checkpoint import CheckpointError
@@ -16,33 +15,62 @@ from student.checkpoint import CheckpointError
 LOCK_FILE = ".lock"
 
 
-@dataclass(frozen=True)
 class Claim:
-    """Held while the block of `claimed` runs. The lock goes where its directory is moved to; the name may then be
-    another run's."""
+    """Held while the block of `claimed` runs. It goes where its directory is moved to; the name may then be another
+    run's."""
 
-    root: Path
-    lock: TextIO
-
-    def is_ours(self) -> bool:
-        """Whether --out still leads to the directory that was claimed. Raises OSError."""
-        try:
-            return os.path.samestat(os.fstat(self.lock.fileno()), (self.root / LOCK_FILE).stat())
-        except (FileNotFoundError, NotADirectoryError):
-            return False
+    def __init__(self, root: Path, word: str) -> None:
+        """Raises ConfigError: it is another run's. Raises OSError."""
+        self._root = root
+        self._word = word
+        with contextlib.ExitStack() as opened:
+            self._directory = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            opened.callback(os.close, self._directory)
+            self._lock = _locked(root / LOCK_FILE)
+            opened.callback(lambda: os.close(self._lock))
+            self._write_word()
+            self._opened = opened.pop_all()
 
     def check(self) -> None:
-        """Called before anything is written there by name. Raises CheckpointError: it was moved, removed or replaced;
-        nothing is written to what has its name now."""
+        """Called before anything is written there by name. Raises CheckpointError: it was moved, removed or replaced,
+        or another run has begun there; what has its name now is left alone."""
         try:
-            is_ours = self.is_ours()
+            if not _is_at(self._directory, self._root):
+                raise CheckpointError(
+                    f"--out {self._root} was moved or removed while the run goes on; what has that name now is left as "
+                    f"it is; allowed: the directory that the run began in (move it back and --resume)"
+                )
+            self._renew()
+        except ConfigError as error:
+            raise CheckpointError(f"{error}; this run's lock was removed") from error
         except OSError as error:
-            raise CheckpointError(f"--out {self.root} can't be looked at: {error.strerror}") from error
-        if not is_ours:
-            raise CheckpointError(
-                f"--out {self.root} was moved or removed while the run goes on, or its {LOCK_FILE} was; what has that "
-                f"name now is not this run's and stays as it is"
-            )
+            raise CheckpointError(f"--out {self._root} can't be looked at: {error.strerror}") from error
+
+    def release(self) -> bool:
+        """Remove the lock while it is held still: whoever has opened it sees that it is gone. Returns whether --out is
+        ours to this end."""
+        with self._opened:
+            try:
+                is_ours = _is_at(self._directory, self._root) and _is_at(self._lock, self._root / LOCK_FILE)
+                if is_ours:
+                    (self._root / LOCK_FILE).unlink()
+            except OSError:
+                return False
+            return is_ours
+
+    def _renew(self) -> None:
+        """What is cleaned of old files may have lost the lock: it is taken again, if nobody else has."""
+        os.utime(self._lock)
+        if not _is_at(self._lock, self._root / LOCK_FILE):
+            before, self._lock = self._lock, _locked(self._root / LOCK_FILE)
+            os.close(before)
+            self._write_word()
+
+    def _write_word(self) -> None:
+        # Emptied only now that it is ours.
+        os.truncate(self._lock, 0)
+        os.write(self._lock, self._word.encode())
+        os.fsync(self._lock)
 
 
 @contextlib.contextmanager
@@ -51,54 +79,48 @@ def claimed(root: Path, word: str = "") -> Iterator[Claim]:
     that; of a run that wrote nothing not even the directories that were made for it.
 
     Raises ConfigError: it can't."""
-    made = [directory for directory in (root, *root.parents) if not directory.exists()]
+    made: list[Path] = []
     try:
+        made += [directory for directory in (root, *root.parents) if not directory.exists()]
         root.mkdir(parents=True, exist_ok=True)
-        lock = _locked(root / LOCK_FILE)
+        claim = Claim(root, word)
     except OSError as error:
         _remove_if_empty(made)
         raise ConfigError(f"--out {root}: {error.strerror}; allowed: a directory that can be written") from error
-    claim = Claim(root, lock)
-    with lock, _released(claim, made):
-        try:
-            # Emptied only now that it is ours.
-            lock.truncate(0)
-            lock.write(word)
-            lock.flush()
-            os.fsync(lock.fileno())
-        except OSError as error:
-            raise ConfigError(f"--out {root}: {error.strerror}; allowed: a directory that can be written") from error
-        yield claim
-
-
-@contextlib.contextmanager
-def _released(claim: Claim, made: Sequence[Path]) -> Iterator[None]:
-    """Removes the lock at the end of the block, while it is held still: whoever has opened it sees that it is gone."""
     try:
-        yield
+        yield claim
     finally:
-        with contextlib.suppress(OSError):
-            if claim.is_ours():
-                (claim.root / LOCK_FILE).unlink()
-        _remove_if_empty(made)
+        if claim.release():
+            _remove_if_empty(made)
 
 
-def _locked(path: Path) -> TextIO:
-    """The file at a path, which is ours until it is closed. Raises ConfigError: it is another's. Raises OSError."""
+def _is_at(descriptor: int, path: Path) -> bool:
+    """Whether the name leads to what is open. Raises OSError."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE):
+            return False
+        raise
+
+
+def _locked(path: Path) -> int:
+    """A descriptor of the file at a path, which is ours until it is closed. Raises ConfigError: it is another's. Raises
+    OSError."""
     while True:
-        lock = path.open("a")
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if Claim(path.parent, lock).is_ours():
+        with contextlib.ExitStack() as opened:
+            lock = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+            opened.callback(os.close, lock)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise ConfigError(
+                    f"--out {path.parent}: another run is writing there; allowed: a directory of its own"
+                ) from error
+            if _is_at(lock, path):
+                opened.pop_all()
                 return lock
-        except BlockingIOError as error:
-            lock.close()
-            message = f"--out {path.parent}: another run is writing there; allowed: a directory of its own"
-            raise ConfigError(message) from error
-        except BaseException:
-            lock.close()
-            raise
-        lock.close()  # it was removed by the run that held it, between the two calls
+            # It was removed by the run that held it, between the two calls.
 
 
 def _remove_if_empty(directories: Sequence[Path]) -> None:

@@ -71,7 +71,8 @@ def train(config: TrainConfig, launch: Launch | None = None) -> None:
         ranks.together(lambda: check_teachers(config))
         word = ranks.from_first(secrets.token_hex(8) if ranks.are_many else "")
         claim = ranks.together(lambda: stack.enter_context(claimed(files.root, word)) if ranks.is_first else None)
-        ranks.together(lambda: check_shared(files.root, word))
+        if ranks.are_many:
+            ranks.together(lambda: check_shared(files.root, word))
         run_ids = _run_ids(ranks, launch)
         config = replace(config, resume=config.resume or _is_restart(files, ranks, launch, run_ids))
         checkpoint = choose_checkpoint(config, files, ranks)
@@ -164,7 +165,13 @@ def _loop(
     ranks, plan = parts.ranks, parts.plan
     trained = make_trained(config, parts)
 
+    def check_claim() -> None:
+        # Loading takes minutes, in which somebody may have moved --out.
+        if claim is not None:
+            claim.check()
+
     def begin() -> None:
+        check_claim()
         fingerprint = parts.fingerprint
         identify(config, files, ranks, run_ids, resumes=checkpoint is not None, teacher_fingerprint=fingerprint)
 
@@ -173,12 +180,18 @@ def _loop(
     model = parts.student.model
 
     def go_on() -> Progress:
+        check_claim()
         return restore(
             checkpoint, plan=plan, trained=trained, model=model, ranks=ranks, files=files, fixed=fixed, seed=config.seed
         )
 
     progress = ranks.together(go_on)
-    records = ranks.together(lambda: Records.open(stack, files, step=progress.step) if ranks.is_first else None)
+
+    def open_records() -> Records:
+        check_claim()
+        return Records.open(stack, files, step=progress.step)
+
+    records = ranks.together(open_records if ranks.is_first else lambda: None)
     saver = Saver(
         config=config,
         files=files,

@@ -28,6 +28,7 @@ from student.loss.call import LossCall
 from student.loss.divergences import DIVERGENCES
 from student.loss.epilogue import Epilogue
 from student.loss.plan import loss_shape
+from tests.limits import descriptors_below
 from tests.loss.problems import PlannedLoss, assert_equal_answers, random_problem
 
 # The case of the benchmark: bf16, one token's two logits kept as high and low part.
@@ -175,6 +176,14 @@ def test_the_mode_is_kept_by_default_where_there_is_room(caplog: pytest.LogCaptu
     with caplog.at_level(logging.INFO, logger="student.loss.plan"):
         problem.solve(KDLoss())
     assert "mode='keep'" in caplog.records[0].getMessage()
+
+
+def test_a_process_without_descriptors_left_computes_its_loss() -> None:
+    """How much memory is free is a hint, and looking for it no reason to end a step."""
+    problem = random_problem(64)
+    wanted = problem.solve(KDLoss())
+    with descriptors_below(0):
+        assert_equal_answers(problem.solve(KDLoss()), wanted)
 
 
 def test_the_loss_brings_in_neither_the_ring_nor_a_model_library() -> None:

@@ -16,9 +16,9 @@ from teacher import students as students_module
 from teacher.complaints import Complaints
 from teacher.forward import TeacherModel
 from teacher.students import OPEN_TIMEOUT_S, ServiceConfig, Students
+from tests.limits import few_descriptors
 from tests.ring.rig import HANG_GUARD_S, Teacher, consume, make_hello, make_ring, open_ring, wait_until
 from tests.ring.test_handshake import Stranger, an_offer
-from tests.transport.test_memory import few_descriptors
 from transport import shm
 
 

@@ -16,8 +16,8 @@ from bench.cli import main
 from ring import auth
 from ring.auth import MAX_PEERS, Keyring, load_keyring, make_keyrings
 from ring.core.errors import ConfigError
+from tests.limits import descriptors_below
 from tests.rights import needs_root
-from tests.transport.test_memory import descriptors_below
 
 
 @pytest.fixture(autouse=True)

@@ -34,8 +34,8 @@ from student.checkpoint import (
 from student.data import TokenDataset
 from student.load import load_student
 from student.rng import capture_rng
+from tests.limits import descriptors_below
 from tests.tiny_models import tiny_model, tiny_tokenizer
-from tests.transport.test_memory import descriptors_below
 
 MakeDataset = Callable[..., TokenDataset]
 

@@ -12,6 +12,8 @@ import pytest
 from ring.core.errors import ConfigError
 from student.checkpoint import CheckpointError
 from student.train.claim import claimed
+from tests.leaks import expect_no_more, held
+from tests.limits import files_below
 
 NUM_RUNS, CLAIMS_A_RUN = 4, 100
 
@@ -85,6 +87,58 @@ def test_a_run_whose_directory_was_taken_away_leaves_what_has_its_name_alone(tmp
             nested.enter_context(claimed(aside))
         assert not out.exists()
     assert [path.name for path in aside.iterdir()] == [".lock"]
+
+
+def test_a_lock_that_was_cleaned_away_is_taken_again(tmp_path: Path) -> None:
+    """As a service does to files that nobody has touched for weeks."""
+    with claimed(tmp_path, "mine") as claim:
+        (tmp_path / ".lock").unlink()
+        claim.check()
+        assert (tmp_path / ".lock").read_text() == "mine"
+        with pytest.raises(ConfigError, match="another run is writing there"), claimed(tmp_path):
+            pytest.fail("claimed twice")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_lock_that_another_run_has_taken_meanwhile_is_its_own(tmp_path: Path) -> None:
+    with claimed(tmp_path, "first") as first:
+        (tmp_path / ".lock").unlink()
+        with claimed(tmp_path, "second"):
+            with pytest.raises(CheckpointError, match=r"another run is writing there.*this run's lock was removed"):
+                first.check()
+            assert (tmp_path / ".lock").read_text() == "second"
+
+
+def test_each_look_keeps_the_lock_young(tmp_path: Path) -> None:
+    with claimed(tmp_path) as claim:
+        os.utime(tmp_path / ".lock", (0, 0))
+        claim.check()
+        assert (tmp_path / ".lock").stat().st_mtime > 0
+
+
+def test_a_directory_made_by_somebody_else_is_not_removed(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with claimed(out):
+        out.rename(tmp_path / "aside")
+        out.mkdir()
+    assert out.exists()
+
+
+def test_a_disk_without_room_for_the_lock_is_refused(tmp_path: Path) -> None:
+    before = held()
+    with (
+        files_below(0),
+        pytest.raises(ConfigError, match="File too large; allowed: a directory that can be written"),
+        claimed(tmp_path, "word"),
+    ):
+        pytest.fail("claimed")
+    expect_no_more(held, before)
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "x" * 5000])
+def test_a_name_that_is_too_long_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match="File name too long"), claimed(tmp_path / name):
+        pytest.fail("claimed")
 
 
 def test_a_lock_is_removed_by_its_own_run_only(tmp_path: Path) -> None:

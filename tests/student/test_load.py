@@ -3,18 +3,40 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from ring.core.errors import ConfigError
-from student.load import init_student_from_config, load_student, prepare_student, states_of
+from student.load import init_student_from_config, load_student, prepare_student, quiet_transformers, states_of
 from student.probe import check_head
 from tests.tiny_models import FAMILIES, TOKENIZER_VOCAB, build_tiny_checkpoint, tiny_model, tiny_tokenizer
+
+
+@pytest.mark.parametrize("first_out", [0, 1])
+def test_transformers_speaks_again_once_the_last_thread_is_done_with_it(first_out: int) -> None:
+    """A checkpoint in the background begins while the model is loaded or exported, and ends before or after that."""
+    library = transformers.utils.logging
+    before = library.get_verbosity(), library.is_progress_bar_enabled()
+    library.set_verbosity(logging.INFO)
+    library.enable_progress_bar()
+    try:
+        inside = [quiet_transformers(), quiet_transformers()]
+        for one in inside:
+            one.__enter__()
+        inside[first_out].__exit__(None, None, None)
+        assert (library.get_verbosity(), library.is_progress_bar_enabled()) == (logging.CRITICAL, False)
+        inside[1 - first_out].__exit__(None, None, None)
+        assert (library.get_verbosity(), library.is_progress_bar_enabled()) == (logging.INFO, True)
+    finally:
+        library.set_verbosity(before[0])
+        (library.enable_progress_bar if before[1] else library.disable_progress_bar)()
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -20,7 +20,7 @@ import pytest
 from student.checkpoint import CheckpointError
 from student.metrics import MetricsFile, Reporter, StepMetrics, peak_rss_bytes, write_summary
 from student.train.resume import warn_of_gaps
-from tests.transport.test_memory import descriptors_below
+from tests.limits import descriptors_below
 
 BALLAST_BYTES = 512 * 2**20
 

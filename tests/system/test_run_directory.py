@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.ports import free_port
 from tests.system.conftest import Inputs, Start, write_texts
 from tests.system.processes import Student, check_refusal, holding
 from tests.tiny_models import build_tiny_checkpoint
@@ -49,6 +50,21 @@ def test_a_directory_that_is_taken_away_ends_its_run_and_is_not_made_again(
     check_refusal(first, 1, f"--out {first.out} was moved or removed while the run goes on")
     assert (snapshot(first.out) if first.out.exists() else None) == before
     assert (aside / "checkpoints" / "step-00000005").exists()
+
+
+def test_a_directory_that_is_taken_away_before_the_first_step_is_not_written_to(
+    endpoint: str, start_teacher: Start, start_student: Start
+) -> None:
+    """While it waits for its teacher, another run begins and ends there."""
+    port = free_port()
+    first = start_student("--teacher", f"tcp://127.0.0.1:{port}")
+    first.until(lambda: (first.out / ".lock").exists(), "the directory is claimed")
+    first.out.rename(first.out.with_name("aside"))
+    start_student("--teacher", endpoint, "--steps", 12, "--lr", "0.003").succeed()
+    before = snapshot(first.out)
+    start_teacher(port=port)
+    check_refusal(first, 1, f"--out {first.out} was moved or removed while the run goes on")
+    assert snapshot(first.out) == before
 
 
 @pytest.fixture

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import resource
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,7 @@ import torch
 
 from ring.core.errors import ConfigError, LocalProtocolError
 from tests.leaks import expect_no_more, held
+from tests.limits import descriptors_below, few_descriptors, files_below
 from transport.memory import SlotArena, as_bytes, check_free_memory, free_in_group
 
 
@@ -134,35 +133,16 @@ def test_free_memory_is_enough_for_a_page() -> None:
     check_free_memory(4096, purpose="a page")
 
 
+def test_what_can_not_be_read_for_want_of_descriptors_limits_nothing() -> None:
+    with descriptors_below(0):
+        check_free_memory(1 << 60, purpose="slots")
+
+
 def test_a_slot_that_is_larger_than_files_may_be_says_so() -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     before = held()
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
-    try:
-        with pytest.raises(ConfigError, match="slot 0: 8192 bytes are more than `ulimit -f` allows"):
-            SlotArena(1, 8192)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with files_below(4096), pytest.raises(ConfigError, match="slot 0: 8192 bytes are more than `ulimit -f` allows"):
+        SlotArena(1, 8192)
     expect_no_more(held, before)
-
-
-def few_descriptors(num_more: int) -> AbstractContextManager[None]:
-    """Of this process, whose other threads take from the same few."""
-    listed = os.listdir("/proc/self/fd")
-    used = {int(fd) for fd in listed if os.path.lexists(f"/proc/self/fd/{fd}")}  # the listing's own is closed again
-    free = [fd for fd in range(len(used) + num_more + 1) if fd not in used]
-    return descriptors_below(free[num_more])
-
-
-@contextmanager
-def descriptors_below(limit: int) -> Iterator[None]:
-    """Nothing is opened at or above `limit`. With 0 nothing at all, whatever is closed meanwhile."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @pytest.mark.parametrize("num_more", [0, 1, 6, 7])

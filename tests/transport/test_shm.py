@@ -19,8 +19,8 @@ from ring.core.errors import ConfigError, DeadlineExceeded, PeerLost, RemoteProt
 from ring.core.messages import Description, FillId
 from tests.endings import ends_with_its_test
 from tests.leaks import expect_no_more, held
+from tests.limits import descriptors_below, few_descriptors
 from tests.transport.peers import HANG_GUARD_S, Peer, digest, payload_digest, wait_readable, while_serving
-from tests.transport.test_memory import descriptors_below, few_descriptors
 from transport import shm
 from transport.contract import Fence, Receiver, Sender
 from transport.fills import Part

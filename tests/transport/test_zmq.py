@@ -16,8 +16,8 @@ import zmq
 from ring.core.errors import ConfigError, DeadlineExceeded, PeerLost, RemoteProtocolError, TransportError
 from ring.core.messages import Description, FillId
 from tests.endings import ends_with_its_test
+from tests.limits import few_descriptors
 from tests.transport.peers import HANG_GUARD_S, payload, wait_readable, while_serving
-from tests.transport.test_memory import few_descriptors
 from transport import zmq_tcp
 from transport.contract import Receiver, Sender, Ticket
 from transport.memory import POISON_BYTE, SlotArena
