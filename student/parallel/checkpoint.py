@@ -142,6 +142,10 @@ class BackgroundWriter:
                 write_sharded_checkpoint(root, state, ranks=self._ranks, parts=staged, keep=keep)
             except Exception as error:  # noqa: BLE001 - said or raised once the thread is waited for
                 self._error = error
+            except BaseException as error:
+                # Or what was never written would count as written.
+                self._error = CheckpointError(f"checkpoint of step {state.step}: {type(error).__name__}: {error}")
+                raise
 
         self._step = state.step
         self._thread = threading.Thread(target=run, name="checkpoint", daemon=True)

@@ -363,7 +363,7 @@ class Loop:
 
         def on_signal(number: int, frame: FrameType | None) -> None:
             if self._stop_signal:
-                raise KeyboardInterrupt
+                raise KeyboardInterrupt(number)
             self._stop_signal = number
 
         numbers = [signal.SIGTERM, signal.SIGINT]

@@ -129,6 +129,21 @@ def test_asked_to_end_it_writes_a_checkpoint_and_can_go_on(
     assert curve(resumed.out) == quiet_curve
 
 
+def test_a_second_signal_ends_it_at_once_and_is_named_by_the_exit_code(
+    endpoint: str, quiet_curve: list[dict[str, Any]], start_student: Start
+) -> None:
+    student = start_student("--teacher", endpoint, "--checkpoint-every", 5, command=holding(7))
+    student.until_held_at(7)
+    for number in (signal.SIGHUP, signal.SIGTERM):  # both there once it goes on; Python takes them by their numbers
+        student.send(number)
+    student.let_go()
+    assert student.wait() == 128 + signal.SIGTERM
+    assert student.errors.splitlines()[-1] == "student.train: interrupted"
+    assert student.checkpoints == ["step-00000005"]
+    start_student("--teacher", endpoint, "--resume").succeed()
+    assert curve(student.out) == quiet_curve
+
+
 def test_asked_to_end_while_it_waits_for_a_teacher_it_does_not_wait(start_teacher: Start, start_student: Start) -> None:
     teacher = start_teacher()
     student = start_student(
