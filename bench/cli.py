@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from importlib import metadata
 from typing import NamedTuple, Protocol, cast
 
+from ring.starting import ending_at_once
+
 PROG = "disaggkd"
 
 
@@ -56,7 +58,8 @@ def dispatch(prog: str, commands: dict[str, Entry], arguments: Sequence[str]) ->
         allowed = ", ".join(commands)
         print(f"{prog}: error: needs a subcommand, found {found}; allowed: {allowed}", file=sys.stderr, flush=True)
         return 2
-    command = cast(Command, importlib.import_module(commands[arguments[0]].module))
+    with ending_at_once(f"{prog} {arguments[0]}"):  # some import torch, in whose midst a signal would be a traceback
+        command = cast(Command, importlib.import_module(commands[arguments[0]].module))
     return command.main(arguments[1:])
 
 

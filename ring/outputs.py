@@ -26,11 +26,15 @@ logger = logging.getLogger(__name__)
 
 #: Of what waits to be taken; beyond it the oldest is left out. About ten thousand lines.
 MAX_WAITING_BYTES = 2**20
-#: One write. Small, so that also a slow serial line takes one between two looks at the end.
-_WRITE_BYTES = 1024
+#: One write: what a pipe takes at once if it takes anything, and a slow serial line within some looks at the end.
+_WRITE_BYTES = 4096
+#: What was said in small pieces is written together, up to this.
+_JOINED_BYTES = 2**16
 #: At the end: how often it is looked, and after how many looks at an output that takes nothing the rest is given up.
 #: Looks are counted, not seconds: a process that was stopped meanwhile has not been patient.
 _LOOK_EVERY_S, _MAX_VAIN_LOOKS = 0.1, 50
+#: The same where it could take some, and the thread that writes does not get on.
+_MAX_LOOKS_AT_A_THREAD = 10 * _MAX_VAIN_LOOKS
 
 
 def open_standard_streams() -> None:
@@ -69,7 +73,8 @@ def unhindered_outputs() -> Iterator[None]:
         yield
     finally:
         for stream in made:
-            stream.flush()
+            if isinstance(stream, _Stream):  # any other is as it was, and may be a file on a full disk
+                stream.flush()
         endings = [outlet.close() for outlet in outlets.values()]
         # Whoever has put another stream in place meanwhile had a reason.
         if all(endings) and sys.stdout is made[0]:
@@ -110,14 +115,17 @@ class _Outlet:
         """name: to tell in the log when it takes nothing any more; None: there is nowhere to tell it."""
         self._name = name
         self._pid = os.getpid()
-        self._changed = threading.Condition()
+        lock = threading.RLock()
+        #: There is something to write, or an end; and: something was written, or nothing will be any more.
+        self._changed, self._taken = threading.Condition(lock), threading.Condition(lock)
         self._waiting: deque[tuple[int, bytes]] = deque()
-        self._waiting_bytes = self._lost_bytes = self._written_bytes = 0
+        self._waiting_bytes = self._lost_bytes = 0
         #: The descriptor that a write is under way to.
         self._busy: int | None = None
         #: is_closed: nobody drains it any more. is_silent: it takes nothing any more.
         self._is_closed = self._is_silent = False
-        threading.Thread(target=self._drain, name="output", daemon=True).start()
+        self._thread = threading.Thread(target=self._drain, name="output", daemon=True)
+        self._thread.start()
 
     def put(self, fd: int, data: bytes) -> int:
         """Keep it to be written; returns how much of it was taken."""
@@ -133,28 +141,42 @@ class _Outlet:
                 self._waiting_bytes -= len(self._waiting.pop()[1])
             self._waiting.append((fd, data))
             self._waiting_bytes += len(data)
-            while self._waiting_bytes > MAX_WAITING_BYTES:
-                lost = len(self._waiting.popleft()[1])
-                self._waiting_bytes -= lost
-                self._lost_bytes += lost
             self._changed.notify_all()
+            while self._waiting_bytes > MAX_WAITING_BYTES:
+                if self._gets_on():
+                    self._taken.wait(_LOOK_EVERY_S)  # it is read, only not as fast as it is written
+                else:
+                    self._leave_out_oldest()
         return len(data)
+
+    def _gets_on(self) -> bool:
+        """Whether what waits is being taken at this moment."""
+        fd = self._waiting[0][0] if self._busy is None else self._busy
+        return self._thread.is_alive() and not self._is_closed and _is_writable(fd)
+
+    def _leave_out_oldest(self) -> None:
+        fd, data = self._waiting.popleft()
+        lost = min(len(data), self._waiting_bytes - MAX_WAITING_BYTES) if not self._waiting else len(data)
+        if lost < len(data):
+            self._waiting.appendleft((fd, data[lost:]))
+        self._waiting_bytes -= lost
+        self._lost_bytes += lost
 
     def close(self) -> bool:
         """Whether all was taken; what is not, in some seconds, is lost."""
         if os.getpid() != self._pid:
             return True
-        vain_looks, seen_bytes = 0, -1
+        vain_looks = looks_at_thread = 0
         try:
-            with self._changed:
-                while (self._waiting or self._busy is not None) and not self._is_silent:
-                    self._changed.wait(_LOOK_EVERY_S)
-                    if seen_bytes != self._written_bytes:
-                        vain_looks, seen_bytes = 0, self._written_bytes
-                    elif self._busy is not None and not _is_writable(self._busy):
-                        vain_looks += 1
-                        if vain_looks > _MAX_VAIN_LOOKS:
-                            break
+            with self._taken:
+                while (self._waiting or self._busy is not None) and not self._is_silent and self._thread.is_alive():
+                    if self._taken.wait(_LOOK_EVERY_S):
+                        vain_looks = looks_at_thread = 0
+                        continue
+                    looks_at_thread += 1
+                    vain_looks += self._busy is not None and not _is_writable(self._busy)
+                    if vain_looks > _MAX_VAIN_LOOKS or looks_at_thread > _MAX_LOOKS_AT_A_THREAD:
+                        break
         except KeyboardInterrupt:
             pass  # whoever waits here has asked for no more than this
         with self._changed:
@@ -170,16 +192,23 @@ class _Outlet:
             try:
                 self._write(fd, data)
             except OSError as error:
-                with self._changed:
-                    self._is_silent, self._busy = True, None
-                    self._waiting.clear()
-                    self._changed.notify_all()
+                self._fall_silent()
                 if self._name is not None:
                     logger.warning("the %s takes nothing any more (%s); the run goes on", self._name, error.strerror)
                 return
-            with self._changed:
+            except BaseException:  # no memory, say: nobody is to wait for this thread
+                self._fall_silent()
+                raise
+            with self._taken:
                 self._busy = None
-                self._changed.notify_all()
+                self._taken.notify_all()
+
+    def _fall_silent(self) -> None:
+        with self._taken:
+            self._is_silent, self._busy = True, None
+            self._waiting.clear()
+            self._waiting_bytes = 0
+            self._taken.notify_all()
 
     def _next(self) -> tuple[int, bytes] | None:
         with self._changed:
@@ -188,6 +217,8 @@ class _Outlet:
                     return None
                 self._changed.wait()
             fd, data = self._waiting.popleft()
+            while self._waiting and self._waiting[0][0] == fd and len(data) < _JOINED_BYTES:
+                data += self._waiting.popleft()[1]
             self._waiting_bytes -= len(data)
             if self._lost_bytes:
                 data = b"\n[%d bytes of output are left out: nothing took them]\n" % self._lost_bytes + data
@@ -204,8 +235,8 @@ class _Outlet:
                 select.select([], [fd], [])
                 continue
             left = left[written:]
-            with self._changed:
-                self._written_bytes += written
+            with self._taken:
+                self._taken.notify_all()
 
 
 class _Kept(io.RawIOBase):

@@ -7,6 +7,7 @@ a broken module, and other errors than the signal's; so none is raised. Nothing 
 from __future__ import annotations
 
 import os
+import select
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -26,8 +27,12 @@ def end_at_once(prog: str) -> None:
     def on_signal(number: int, frame: FrameType | None) -> None:
         how = "interrupted" if number == signal.SIGINT else f"stopped by {signal.Signals(number).name}"
         with suppress(OSError):
-            os.write(2, f"{prog}: {how}\n".encode())
+            if stderr.poll(0):  # who reads it may have stopped
+                os.write(2, f"{prog}: {how}\n".encode())
         os._exit(128 + number)
+
+    stderr = select.poll()
+    stderr.register(2, select.POLLOUT)
 
     for number in heeded():
         signal.signal(number, on_signal)
@@ -42,4 +47,4 @@ def ending_at_once(prog: str) -> Iterator[None]:
         yield
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: one that C code had set

@@ -13,7 +13,7 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -220,9 +220,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         tell(f"{PROG}\n{describe(config)}")
         code = serve(config)
 
-    with ending_at_once(PROG), suppress(BrokenPipeError):
+    with ending_at_once(PROG):
         return run(command, prog=PROG, debug=debug, waits_for_output=False) or code
-    return 1
 
 
 if __name__ == "__main__":

@@ -53,6 +53,7 @@ class Ending:
     __slots__ = (
         "_before",
         "_end_by_s",
+        "_failed_words",
         "_has_left",
         "_io_thread",
         "_is_asked",
@@ -61,11 +62,13 @@ class Ending:
         "_old_fd",
         "_poller",
         "_read_fd",
+        "_seen",
         "_stderr",
         "_watch",
         "_write_fd",
         "failure",
         "is_over",
+        "num_turns",
         "signal",
     )
 
@@ -75,14 +78,20 @@ class Ending:
         self.signal = 0
         #: The compute side is done: the I/O thread is to end as well.
         self.is_over = False
+        #: Of the main thread, so that the watch sees it get on.
+        self.num_turns = 0
         #: What ended the I/O thread, if anything has.
         self.failure: BaseException | None = None
         self._io_thread: threading.Thread | None = None
         self._is_asked = self._has_left = False
         self._end_by_s: float | None = None
+        self._seen = (0.0, 0)
         self._looked_s = time.monotonic()
         self._last_words = (
             f"{prog}: error: it was to end, and a thread of it hangs: it ends as it is, without a goodbye\n".encode()
+        )
+        self._failed_words = (
+            f"{prog}: error: the thread that talks to students ended, and another one hangs: it ends as it is".encode()
         )
 
     def __enter__(self) -> Ending:
@@ -90,10 +99,15 @@ class Ending:
         self._poller, self._stderr = select.poll(), select.poll()
         self._poller.register(self._read_fd, select.POLLIN)
         self._stderr.register(2, select.POLLOUT)
+        # Python's own handlers run on the main thread between two of its steps, and a forward pass may be one step.
+        try:
+            self._old_fd = signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
+        except ValueError:  # not the main thread
+            os.close(self._read_fd)
+            os.close(self._write_fd)
+            raise
         self._watch = threading.Thread(target=self._look_on, name="teacher-watch", daemon=True)
         self._watch.start()
-        # Python's own handlers run on the main thread between two of its steps, and a forward pass may be one step.
-        self._old_fd = signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
         self._before: dict[signal.Signals, Any] = {number: signal.signal(number, self._note) for number in heeded()}
         return self
 
@@ -101,7 +115,7 @@ class Ending:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: one that C code had set
         signal.set_wakeup_fd(self._old_fd)
         self._has_left = True
         os.write(self._write_fd, b"\0")
@@ -138,9 +152,16 @@ class Ending:
         """End the process as it is. What students see is what they see of one that was killed."""
         try:
             if self._stderr.poll(0):  # who reads it may have stopped
-                os.write(2, self._last_words)
+                os.write(2, self._words())
         finally:
             os._exit(1)
+
+    def _words(self) -> bytes:
+        if not self.io_has_ended or (self.failure is None and self.is_over):
+            return self._last_words
+        with suppress(Exception):  # no memory
+            return self._failed_words + f" ({type(self.failure).__name__})\n".encode()
+        return self._failed_words + b"\n"
 
     def _run(self, talk: Callable[[], None]) -> None:
         try:
@@ -173,16 +194,20 @@ class Ending:
             self._is_asked = self._is_asked or any(number in numbers for number in heeded())
 
     def _set_deadline(self, now_s: float) -> None:
-        """By when the process is to be gone: the earliest of what is known so far."""
+        """By when the process is to be gone, unless it gets on: what it waits for has changed, or in a drain a turn of
+        the main thread is done. How long a drain takes in all is for the main thread to see."""
+        num_turns = 0
         if self.is_over:
             left_s = CLOSE_TIMEOUT_S
         elif self.io_has_ended:
             left_s = FAILED_TIMEOUT_S
         elif self._is_asked or self.signal:
-            left_s = DRAIN_TIMEOUT_S + CLOSE_TIMEOUT_S
+            left_s, num_turns = DRAIN_TIMEOUT_S + CLOSE_TIMEOUT_S, self.num_turns
         else:
             return
-        self._end_by_s = now_s + left_s if self._end_by_s is None else min(self._end_by_s, now_s + left_s)
+        if self._end_by_s is None or self._seen != (left_s, num_turns):
+            self._seen = (left_s, num_turns)
+            self._end_by_s = now_s + left_s
 
 
 def run_service(service: TeacherService, ending: Ending, *, ready: Callable[[], None] = lambda: None) -> None:
@@ -195,6 +220,7 @@ def run_service(service: TeacherService, ending: Ending, *, ready: Callable[[], 
         while not ending.is_due:
             if not service.compute_turn():
                 service.wait_for_work(timeout_s=LOOK_EVERY_S)
+            ending.num_turns += 1
         ending.raise_failure()
         logger.info("draining")
         service.drain()
@@ -202,13 +228,22 @@ def run_service(service: TeacherService, ending: Ending, *, ready: Callable[[], 
         while not service.drained and not ending.io_has_ended and time.monotonic() < give_up_s:
             if not service.compute_turn():
                 service.wait_for_work(timeout_s=0.05)
+            ending.num_turns += 1
         ending.raise_failure()
     finally:
         ending.is_over = True
-        io_thread.join(CLOSE_TIMEOUT_S)
-        if io_thread.is_alive():
+        if not _has_ended(io_thread):
             ending.give_up()  # it uses what is about to be closed
         service.close()
+
+
+def _has_ended(thread: threading.Thread) -> bool:
+    """Whether it ends in the time that it has, of which a time in which the process was stopped is no part."""
+    for _ in range(max(1, round(CLOSE_TIMEOUT_S / LOOK_EVERY_S))):
+        thread.join(LOOK_EVERY_S)
+        if not thread.is_alive():
+            return True
+    return False
 
 
 def talk(service: TeacherService, is_over: Callable[[], bool]) -> None:

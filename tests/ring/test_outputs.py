@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 
@@ -122,6 +123,98 @@ def test_of_too_much_the_newest_is_kept_and_what_is_left_out_is_said(
             at += 1
     assert at == len(LINES)
     assert num_gaps > 0
+
+
+@pytest.mark.parametrize("one_write", [True, False])
+def test_a_reader_that_is_only_slower_than_the_writer_gets_all_of_it(
+    pipe: Pipe, monkeypatch: pytest.MonkeyPatch, one_write: bool
+) -> None:
+    monkeypatch.setattr(outputs, "MAX_WAITING_BYTES", 4096)
+    received: list[str] = []
+    reader = threading.Thread(target=lambda: received.append(read_until(pipe, LINES[-1] + "\n")), daemon=True)
+    reader.start()
+    monkeypatch.setattr(outputs, "_is_writable", lambda fd: True)  # the reader is there, however late it looks
+    with pipe.spoken_into():
+        if one_write:
+            print("\n".join(LINES))
+        for line in [] if one_write else LINES:
+            print(line)
+    reader.join(HANG_GUARD_S)
+    assert received[0].splitlines() == LINES
+
+
+def test_of_one_write_that_is_too_much_the_end_is_kept(pipe: Pipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outputs, "MAX_WAITING_BYTES", 4096)
+    fill(pipe)
+    received: list[str] = []
+    reader = threading.Thread(target=lambda: received.append(read_until(pipe, LINES[-1] + "\n")), daemon=True)
+    with pipe.spoken_into():
+        print("the first")
+        print("\n".join(LINES))
+        reader.start()
+    reader.join(HANG_GUARD_S)
+    assert received[0].splitlines()[-60:] == LINES[-60:]
+    assert " bytes of output are left out: nothing took them]" in received[0]
+
+
+def fill(pipe: Pipe) -> None:
+    """So that it takes nothing more."""
+    os.set_blocking(pipe.stdout.fileno(), False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(pipe.stdout.fileno(), b"." * 4096)
+    os.set_blocking(pipe.stdout.fileno(), True)
+
+
+def test_a_thread_that_ended_is_not_waited_for(pipe: Pipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one without memory."""
+
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(outputs._Outlet, "_write", fail)
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    with pipe.spoken_into():
+        print("lost")
+    assert pipe.read_to_the_end() == ""
+
+
+def test_one_who_goes_on_talking_shortens_nobodys_time(pipe: Pipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is waited for at the end is that something is taken, not that something is said."""
+    monkeypatch.setattr(outputs, "_LOOK_EVERY_S", HANG_GUARD_S)  # so that no look is ever over
+    fill(pipe)
+    has_talked = threading.Event()
+
+    def talk(stream: TextIO) -> None:
+        for line in LINES:
+            print(line, file=stream)
+        has_talked.set()
+
+    received: list[str] = []
+
+    def read() -> None:
+        has_talked.wait()
+        received.append(read_until(pipe, LINES[-1] + "\n"))
+
+    threads = [threading.Thread(target=read, daemon=True)]
+    with pipe.spoken_into():
+        print("the first")
+        threads.append(threading.Thread(target=talk, args=(sys.stdout,), daemon=True))
+        for thread in threads:
+            thread.start()
+    for thread in threads:
+        thread.join(HANG_GUARD_S)
+    assert received[0].lstrip(".").splitlines() == ["the first", *LINES]
+
+
+def test_a_file_on_a_full_disk_is_left_to_whoever_wrote_to_it() -> None:
+    with open("/dev/full", "w") as stdout:
+        with contextlib.redirect_stdout(stdout):
+            with unhindered_outputs():
+                print("what does not fit")
+            with pytest.raises(OSError, match="No space left"):
+                stdout.flush()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stdout.fileno())  # else it fails once more as it is closed
 
 
 def read_until(pipe: Pipe, last: str) -> str:

@@ -17,7 +17,7 @@ ENDING = "tests.system.ending_teacher"
     ("how", "text"),
     [
         ("raises", "the thread that talks to students ended: Unspeakable; nothing is answered any more"),
-        ("locked", "it was to end, and a thread of it hangs"),
+        ("locked", "the thread that talks to students ended, and another one hangs: it ends as it is (Unspeakable)"),
     ],
 )
 def test_a_teacher_whose_io_thread_died_ends_and_its_students_go_to_others(

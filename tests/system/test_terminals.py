@@ -177,6 +177,18 @@ def test_ctrl_c_in_the_midst_of_the_imports_is_one_line(tmp_path: Path, module: 
     assert "Traceback" not in ended.stderr
 
 
+def test_a_file_on_a_full_disk_that_takes_the_output_costs_no_model(
+    inputs: Inputs, endpoint: str, start_student: Start
+) -> None:
+    student = start_student(
+        *("--teacher", endpoint, "--steps", 6, "--eval-data", inputs.eval_data, "--eval-every", 3),
+        terminal="/dev/full",
+    )
+    assert student.wait() in (0, 120), "120: Python itself could not flush its streams"
+    assert student.summary["ending"] == "finished"
+    assert (student.out / "model" / "config.json").exists()
+
+
 #: Python imports it at its start; from then on whoever looks for `module` gets SIGINT.
 INTERRUPTING = """
 import os, signal, sys

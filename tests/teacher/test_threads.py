@@ -135,6 +135,27 @@ def test_a_signal_that_is_ignored_at_the_start_stays_ignored(service: TeacherSer
     assert ending.signal == signal.SIGTERM
 
 
+#: Passes that take long, but return. The watch looks at each; what it takes for hanging is less than all together.
+SLOW = """
+import signal, sys, time
+from teacher import threads
+threads.CLOSE_TIMEOUT_S = threads.FAILED_TIMEOUT_S = 5.0
+threads.DRAIN_TIMEOUT_S, threads.LOOK_EVERY_S = 0.0, 0.05
+with threads.Ending("test") as ending:
+    signal.raise_signal(signal.SIGTERM)
+    for _ in range(160):
+        time.sleep(0.05)
+        ending.num_turns += 1
+    ending.is_over = True
+"""
+
+
+def test_a_drain_whose_passes_return_is_not_taken_for_one_that_hangs() -> None:
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    ended = subprocess.run([sys.executable, "-c", SLOW], env=environment, timeout=2 * HANG_GUARD_S, check=False)
+    assert ended.returncode == 0
+
+
 def check_nothing_left(service: TeacherService) -> None:
     """No thread is, and the service is closed."""
     assert [one.name for one in threading.enumerate() if one.name.startswith("teacher-")] == []
