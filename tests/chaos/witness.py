@@ -83,7 +83,10 @@ def _descriptors(pid: int) -> Iterator[str]:
     """What each open descriptor is, without what tells one socket, slot or file of its kind from another."""
     for link in _links(pid):
         name = re.sub(r"posix_[0-9a-f]+|\d+", "", os.path.basename(link))
-        yield name if link.startswith("/") else link.split(":[")[0]
+        if os.path.isdir(link):
+            yield "directory"  # of the run, whatever it is called
+        else:
+            yield name if link.startswith("/") else link.split(":[")[0]
 
 
 def _links(pid: int) -> Iterator[str]:
