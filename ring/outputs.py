@@ -177,6 +177,8 @@ class _Outlet:
                     vain_looks += self._busy is not None and not _is_writable(self._busy)
                     if vain_looks > _MAX_VAIN_LOOKS or looks_at_thread > _MAX_LOOKS_AT_A_THREAD:
                         break
+            if self._is_silent:
+                self._thread.join(_LOOK_EVERY_S * _MAX_VAIN_LOOKS)  # it has only to tell why
         except KeyboardInterrupt:
             pass  # whoever waits here has asked for no more than this
         with self._changed:

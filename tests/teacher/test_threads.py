@@ -42,6 +42,16 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(threads, name, 10 * HANG_GUARD_S)
 
 
+@pytest.fixture(autouse=True)
+def heard() -> Iterator[None]:
+    """Whoever started these tests may ignore some: `nohup`, or the `&` of a script."""
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGTERM, signal.SIGHUP)}
+    before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 @pytest.fixture(scope="module")
 def model() -> TeacherModel:
     return prepare(tiny_model("qwen3", seed=3), tiny_tokenizer().get_vocab(), name="tiny")
