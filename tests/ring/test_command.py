@@ -150,10 +150,13 @@ def test_ctrl_c_that_a_library_makes_something_else_of_is_ctrl_c_all_the_same(
         except KeyboardInterrupt:
             raise error from None
 
-    before = signal.getsignal(signal.SIGINT)
-    assert run(command, prog="it", debug=False) == 130
-    assert capsys.readouterr().err == "it: interrupted\n"
-    assert signal.getsignal(signal.SIGINT) is before
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever the suite was started with
+    try:
+        assert run(command, prog="it", debug=False) == 130
+        assert capsys.readouterr().err == "it: interrupted\n"
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_a_command_without_outputs_keeps_its_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:

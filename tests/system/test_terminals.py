@@ -193,6 +193,8 @@ def test_a_file_on_a_full_disk_that_takes_the_output_costs_no_model(
 INTERRUPTING = """
 import os, signal, sys
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a script's `&` ignores it
+
 class Interrupting:
     @staticmethod
     def find_spec(name, path=None, target=None):
