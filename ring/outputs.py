@@ -156,7 +156,9 @@ class _Outlet:
 
     def _leave_out_oldest(self) -> None:
         fd, data = self._waiting.popleft()
-        lost = min(len(data), self._waiting_bytes - MAX_WAITING_BYTES) if not self._waiting else len(data)
+        # A line goes whole; what is much of all that may wait loses no more than it has to.
+        is_much = len(data) > MAX_WAITING_BYTES // 16
+        lost = min(len(data), self._waiting_bytes - MAX_WAITING_BYTES) if is_much else len(data)
         if lost < len(data):
             self._waiting.appendleft((fd, data[lost:]))
         self._waiting_bytes -= lost
