@@ -49,6 +49,20 @@ class Pipe:
             os.close(self.reading)
 
 
+class Reader:
+    """Reads a pipe to a last line, once it is started."""
+
+    def __init__(self, pipe: Pipe, last: str) -> None:
+        self._received: list[str] = []
+        self._thread = threading.Thread(target=lambda: self._received.append(read_until(pipe, last)), daemon=True)
+        self.start = self._thread.start
+
+    def said(self) -> str:
+        self._thread.join(HANG_GUARD_S)
+        assert self._received, "the last line never came"
+        return self._received[0]
+
+
 @pytest.fixture
 def pipe() -> Iterator[Pipe]:
     made = Pipe()
@@ -104,15 +118,13 @@ def test_of_too_much_the_newest_is_kept_and_what_is_left_out_is_said(
     pipe: Pipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(outputs, "MAX_WAITING_BYTES", 4096)
-    received: list[str] = []
-    reader = threading.Thread(target=lambda: received.append(read_until(pipe, LINES[-1] + "\n")), daemon=True)
+    reader = Reader(pipe, LINES[-1] + "\n")
     with pipe.spoken_into():
         for line in LINES:
             print(line)
         reader.start()
-    reader.join(HANG_GUARD_S)
     at, num_gaps = 0, 0
-    for line in filter(None, received[0].splitlines()):  # an empty one: what was before a gap may have had no end
+    for line in filter(None, reader.said().splitlines()):  # an empty one: what was before a gap may have had no end
         if line.endswith(" bytes of output are left out: nothing took them]"):
             left_out, num_gaps = int(line[1:].split()[0]), num_gaps + 1
             while left_out > 0:
@@ -130,8 +142,7 @@ def test_a_reader_that_is_only_slower_than_the_writer_gets_all_of_it(
     pipe: Pipe, monkeypatch: pytest.MonkeyPatch, one_write: bool
 ) -> None:
     monkeypatch.setattr(outputs, "MAX_WAITING_BYTES", 4096)
-    received: list[str] = []
-    reader = threading.Thread(target=lambda: received.append(read_until(pipe, LINES[-1] + "\n")), daemon=True)
+    reader = Reader(pipe, LINES[-1] + "\n")
     reader.start()
     monkeypatch.setattr(outputs, "_is_writable", lambda fd: True)  # the reader is there, however late it looks
     with pipe.spoken_into():
@@ -139,22 +150,19 @@ def test_a_reader_that_is_only_slower_than_the_writer_gets_all_of_it(
             print("\n".join(LINES))
         for line in [] if one_write else LINES:
             print(line)
-    reader.join(HANG_GUARD_S)
-    assert received[0].splitlines() == LINES
+    assert reader.said().splitlines() == LINES
 
 
 def test_of_one_write_that_is_too_much_the_end_is_kept(pipe: Pipe, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outputs, "MAX_WAITING_BYTES", 4096)
     fill(pipe)
-    received: list[str] = []
-    reader = threading.Thread(target=lambda: received.append(read_until(pipe, LINES[-1] + "\n")), daemon=True)
+    reader = Reader(pipe, LINES[-1] + "\n")
     with pipe.spoken_into():
         print("the first")
         print("\n".join(LINES))
         reader.start()
-    reader.join(HANG_GUARD_S)
-    assert received[0].splitlines()[-60:] == LINES[-60:]
-    assert " bytes of output are left out: nothing took them]" in received[0]
+    assert reader.said().splitlines()[-60:] == LINES[-60:]
+    assert " bytes of output are left out: nothing took them]" in reader.said()
 
 
 def fill(pipe: Pipe) -> None:
@@ -225,8 +233,7 @@ def read_until(pipe: Pipe, last: str) -> str:
 
 
 def test_of_a_progress_bar_that_nobody_sees_only_the_newest_frame_waits(pipe: Pipe) -> None:
-    received: list[str] = []
-    reader = threading.Thread(target=lambda: received.append(read_until(pipe, "the end\n")), daemon=True)
+    reader = Reader(pipe, "the end\n")
     with pipe.spoken_into():
         for line in LINES:
             print(line)
@@ -234,8 +241,7 @@ def test_of_a_progress_bar_that_nobody_sees_only_the_newest_frame_waits(pipe: Pi
             print(f"\r{i} of 20000", end="", flush=True)
         print("\nthe end")
         reader.start()
-    reader.join(HANG_GUARD_S)
-    said = received[0]
+    said = reader.said()
     assert said.endswith("\r19999 of 20000\nthe end\n")
     assert said.count("\r") == 1
     assert said.split("\r")[0].splitlines() == LINES
@@ -253,14 +259,12 @@ def test_of_a_reader_that_left_it_is_told_once(pipe: Pipe, caplog: pytest.LogCap
 
 def test_a_terminal_that_another_process_made_non_blocking_gets_all_of_it(pipe: Pipe) -> None:
     os.set_blocking(pipe.stdout.fileno(), False)
-    received: list[str] = []
-    reader = threading.Thread(target=lambda: received.append(read_until(pipe, LINES[-1] + "\n")), daemon=True)
+    reader = Reader(pipe, LINES[-1] + "\n")
     with pipe.spoken_into():
         for line in LINES:
             print(line)
         reader.start()
-    reader.join(HANG_GUARD_S)
-    assert received[0].splitlines() == LINES
+    assert reader.said().splitlines() == LINES
 
 
 def test_both_streams_of_one_place_keep_the_order_of_what_they_say(pipe: Pipe, monkeypatch: pytest.MonkeyPatch) -> None:
